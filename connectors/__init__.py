@@ -1,0 +1,1 @@
+"""KV connectors that know no engine (installed as `kvplugin.connectors`)."""

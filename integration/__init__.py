@@ -1,0 +1,1 @@
+"""kvplugin inside engines (installed as `kvplugin.integration`)."""

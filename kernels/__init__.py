@@ -1,0 +1,1 @@
+"""Host and device copies of KV blocks (installed as `kvplugin.kernels`)."""

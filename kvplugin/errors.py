@@ -1,0 +1,53 @@
+"""The one error tree: catch `KVPluginError` and nothing of ours slips through."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class KVPluginError(Exception):
+    """Base of every error that kvplugin raises on purpose."""
+
+
+class ConfigError(KVPluginError, ValueError):
+    """A setting is wrong; the message names the key to change."""
+
+
+class CapacityError(KVPluginError):
+    """Something does not fit; the message says what is needed and what there is."""
+
+
+class IntegrityError(KVPluginError):
+    """An invariant is broken: a defect of the code, never of the input."""
+
+
+class LayoutMismatchError(KVPluginError):
+    """Two page layouts do not agree; the message shows both."""
+
+
+class PluginError(KVPluginError):
+    """A plugin failed or answered something impossible; the message names it."""
+
+
+class TransferError(KVPluginError):
+    """Bytes did not arrive. `retryable` says whether trying again can help."""
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+def unknown_name(what: str, name: str, known: Iterable[str], key: str) -> ConfigError:
+    """A `ConfigError` for a name that does not exist.
+
+    Args:
+        what: the kind of thing, e.g. ``"eviction policy"``.
+        name: what the user wrote.
+        known: the names that exist.
+        key: the setting to change.
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return ConfigError(
+        f"unknown {what} {name!r}.{hint} Known: {', '.join(names)}. Set {key!r}."
+    )
