@@ -1,0 +1,1 @@
+"""The `kvplugin` command; layers above the core add commands through a hook."""

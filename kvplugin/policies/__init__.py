@@ -1,0 +1,1 @@
+"""Decisions that a user may replace, one folder or file a decision."""

@@ -1,0 +1,43 @@
+"""The keys of the offload connector's configuration."""
+
+from typing import Literal
+
+import msgspec
+
+from kvplugin.errors import ConfigError
+
+
+class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of `KVPluginOffloadConnector`; names are vLLM's where vLLM has them."""
+
+    cpu_bytes_to_use: int | float
+    """Host memory for KV in bytes, per engine: all its ranks together. Required."""
+    eviction_policy: str = "lru"
+    """Which blocks leave host memory first."""
+    blocks_per_chunk: int = 1
+    """Engine blocks that are stored, kept and evicted as one."""
+    offload_prompt_only: bool = True
+    """Store blocks of prompts only, not those that generation fills."""
+    min_load_tokens: int | None = None
+    """Fewer tokens than this are recomputed, not loaded. Default: one block."""
+    copy_wait_ms: float = 2.0
+    """How long a step waits for its copies before they go on beside it."""
+    lookup_wait_ms: float = 1000.0
+    """How long a request waits for a store or load that would give it a hit."""
+    on_start_error: Literal["fail", "disable"] = "fail"
+    """If the connector cannot start: end the engine, or run it without offload."""
+
+    def __post_init__(self) -> None:
+        for key, least in _LEAST.items():
+            value = getattr(self, key)
+            if value is not None and not value >= least:
+                raise ConfigError(f"{key}={value} must be at least {least}")
+
+
+_LEAST = {
+    "cpu_bytes_to_use": 1,
+    "blocks_per_chunk": 1,
+    "min_load_tokens": 1,
+    "copy_wait_ms": 0,
+    "lookup_wait_ms": 0,
+}

@@ -1,0 +1,156 @@
+"""The host tier: which chunks are in host memory, and which may leave it.
+
+Each slot of host memory keeps one chunk. The slots are a `BlockPool`: being written
+is owned without a key, readable is keyed, pinned is a reference. Slots are numbered
+from 1, since the pool's block 0 stands for no memory.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from kvplugin.block_pool import BlockPool
+from kvplugin.connectors.offload.chunks import Chunk
+from kvplugin.events import MEDIUM_CPU, KVCacheEvent
+from kvplugin.policies.eviction import make_eviction_policy
+
+
+class Reservation(NamedTuple):
+    """Slots that are being written, one a chunk."""
+
+    chunks: Sequence[Chunk]
+    slots: Sequence[int]
+    epoch: int
+
+
+class HostTier:
+    """Chunks by key.
+
+    Args:
+        num_slots: chunks that host memory holds.
+        policy: name of the eviction policy.
+        tokens_per_chunk: for events.
+        enable_events: collect KV events.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        policy: str,
+        tokens_per_chunk: int,
+        *,
+        enable_events: bool = False,
+    ) -> None:
+        self._pool = BlockPool(
+            num_slots + 1,
+            policy=make_eviction_policy(policy),
+            block_size=tokens_per_chunk,
+            enable_events=enable_events,
+            medium=MEDIUM_CPU,
+        )
+        self._writing: set[bytes] = set()
+        self._epoch = 0
+        self._evictions = 0
+
+    @property
+    def num_stored(self) -> int:
+        """Chunks that can be hit."""
+        return self._pool.num_keyed_blocks
+
+    @property
+    def num_busy(self) -> int:
+        """Slots being written or read."""
+        return self._pool.num_used_blocks
+
+    def slot_of(self, key: bytes) -> int | None:
+        """Slot of a readable chunk."""
+        return self._pool.get(key)
+
+    def take_evictions(self) -> int:
+        """Chunks evicted since the last call."""
+        evictions, self._evictions = self._evictions, 0
+        return evictions
+
+    def is_writing(self, key: bytes) -> bool:
+        """Whether the chunk is on its way into host memory."""
+        return key in self._writing
+
+    def holds(self, key: bytes) -> bool:
+        """Whether storing the chunk again would be in vain."""
+        return key in self._writing or self._pool.get(key) is not None
+
+    # -- writing -------------------------------------------------------------------
+
+    def reserve(self, chunks: Sequence[Chunk]) -> Reservation:
+        """Slots for as many leading `chunks` as fit, evicting what nobody uses."""
+        fitting = chunks[: self._pool.get_num_free_blocks()]
+        before = self._pool.num_keyed_blocks
+        slots = self._pool.get_new_blocks(len(fitting))
+        self._evictions += before - self._pool.num_keyed_blocks
+        self._writing.update(chunk.key for chunk in fitting)
+        return Reservation(fitting, slots, self._epoch)
+
+    def commit(self, reservation: Reservation) -> bool:
+        """The bytes are in: the chunks can be hit.
+
+        Returns:
+            False if the tier was cleared meanwhile and the bytes are dropped.
+        """
+        if reservation.epoch != self._epoch:
+            self._pool.free_blocks(reservation.slots)
+            return False
+        self._writing.difference_update(chunk.key for chunk in reservation.chunks)
+        for chunk, slot in zip(reservation.chunks, reservation.slots, strict=True):
+            self._pool.insert(
+                [slot], [chunk.key], parent=chunk.parent, depth=chunk.number
+            )
+        # The tail of a prefix may leave before its head.
+        self._pool.free_blocks(reversed(reservation.slots))
+        return True
+
+    def abandon(self, reservation: Reservation) -> None:
+        """The bytes did not arrive: as if the store had never been."""
+        if reservation.epoch == self._epoch:
+            self._writing.difference_update(c.key for c in reservation.chunks)
+        self._pool.free_blocks(reservation.slots)
+
+    # -- reading -------------------------------------------------------------------
+
+    def pin(self, slots: Sequence[int]) -> None:
+        """Keep slots readable and unchanged until `unpin`; counts as a hit."""
+        self._pool.adopt(slots)
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        """Undo `pin`; slots in request order."""
+        self._pool.free_blocks(reversed(slots))
+
+    @contextmanager
+    def protecting(self, keys: Iterable[bytes]) -> Iterator[None]:
+        """Inside, the readable chunks among `keys` (in request order) are not
+        evicted; afterwards they are the most recently used."""
+        slots = [s for s in map(self._pool.get, keys) if s is not None]
+        self._pool.touch(slots)
+        try:
+            yield
+        finally:
+            self.unpin(slots)
+
+    # -- forgetting ----------------------------------------------------------------
+
+    def drop(self, slots: Iterable[int]) -> None:
+        """Make chunks unreadable whose bytes are in doubt."""
+        self._pool.evict_blocks(slots)
+
+    def clear(self) -> None:
+        """Forget every chunk, also those being written."""
+        self._epoch += 1
+        self._writing.clear()
+        self._pool.drop_all_keys()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV events since the last call."""
+        return self._pool.take_events()
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if an invariant does not hold."""
+        self._pool.check()

@@ -1,0 +1,60 @@
+"""Host memory for KV blocks: anonymous pages, huge where the kernel has them."""
+
+import ctypes
+import mmap
+import os
+
+from kvplugin.errors import CapacityError
+
+
+def check_machine_memory(nbytes: int) -> None:
+    """Refuse what can never fit.
+
+    Raises:
+        CapacityError: the machine has less than `nbytes` bytes of memory.
+    """
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if nbytes > total:
+        raise CapacityError(
+            f"{nbytes} bytes of host memory wanted, the machine has {total}: "
+            "lower cpu_bytes_to_use"
+        )
+
+
+class HostMemory:
+    """A zeroed, page-aligned buffer, given physical memory only where written.
+
+    Args:
+        nbytes: size, positive.
+
+    Raises:
+        CapacityError: more than the machine has, or the kernel refuses.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        check_machine_memory(nbytes)
+        try:
+            self._map = mmap.mmap(-1, nbytes, flags=_FLAGS)
+        except OSError as error:
+            raise CapacityError(
+                f"no {nbytes} bytes of host memory ({error}): lower cpu_bytes_to_use"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Faults and TLB misses of 4 KiB pages cost more than the copies.
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = (ctypes.c_char * nbytes).from_buffer(self._map)
+        self.nbytes = nbytes
+        self.address = ctypes.addressof(self._bytes)
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, for whoever wants to look at them."""
+        return memoryview(self._bytes).cast("B")
+
+    def close(self) -> None:
+        """Give the memory back; no copy may be under way and no view alive."""
+        del self._bytes
+        self._map.close()
+
+
+_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)

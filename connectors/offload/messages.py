@@ -1,0 +1,60 @@
+"""What the two halves say to each other, once a step at most."""
+
+import msgspec
+
+VERSION = 1
+"""Of these messages. Both halves come from one installation; a mixed one is refused."""
+
+
+class _Message(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True
+):
+    """Fields travel by position; a message with more or fewer is refused."""
+
+
+class BlockPairs(_Message, frozen=True):
+    """Blocks of one group: engine ids and host ids, pairwise."""
+
+    group: int
+    engine_ids: list[int]
+    host_ids: list[int]
+
+
+class CopyOrder(_Message, frozen=True):
+    """One job: all its blocks arrive, or the job has failed."""
+
+    id: int
+    request_id: str
+    parts: list[BlockPairs]
+
+
+class Plan(_Message, frozen=True):
+    """Scheduler half to every worker half, for one step."""
+
+    version: int
+    step: int
+    host_blocks: int
+    """Host ids are 0..host_blocks-1; the same in every plan."""
+    loads: list[CopyOrder]
+    stores: list[CopyOrder]
+    finished_sends: list[str]
+    """Requests whose end the engine may now be told."""
+
+
+class Completion(_Message, frozen=True):
+    """How a job ended on one rank."""
+
+    id: int
+    error: str
+    nbytes: int
+    seconds: float
+
+
+class Report(_Message, frozen=True):
+    """One worker half to the scheduler half."""
+
+    version: int
+    rank: int
+    step: int
+    """Of the last plan this rank has executed; -1 if it was none."""
+    completions: list[Completion]

@@ -1,0 +1,279 @@
+"""What a connector and an engine promise each other; knows no engine and no torch.
+
+A connector has two halves. The **scheduler half** lives beside the engine's
+scheduler, one per engine; the **worker half** lives beside each rank's KV tensors.
+One request walks through them like this:
+
+1. `SchedulerHalf.lookup` says how many tokens beyond the local hit it can bring.
+2. The engine allocates blocks *without hashes* and calls `allocated`; the request
+   is parked until its load is reported.
+3. `plan_step` closes the scheduling step: an opaque message to all worker halves
+   (loads of step 2, stores of blocks that this step completes).
+4. Each worker half gets `begin_step`, the engine computes, `end_step`, `poll`.
+5. `poll` says which requests' loads ended, and how; its `report` goes back to
+   `SchedulerHalf.apply`, which counts completions over ranks.
+6. `finished` ends the request; blocks that transfers still read stay referenced
+   through `EngineBlocks` until those transfers end.
+
+Messages between the halves are bytes (see `kvplugin.wire`); an empty message means
+"nothing" and costs nothing.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, NamedTuple, Protocol
+
+from kvplugin.events import KVCacheEvent
+from kvplugin.layout import PageLayout, TensorLayout
+
+
+class GroupKind(StrEnum):
+    """How the layers of a group use their history."""
+
+    FULL = "full"
+    MLA = "mla"
+    SLIDING_WINDOW = "sliding_window"
+    CHUNKED_LOCAL = "chunked_local"
+    MAMBA = "mamba"
+    CROSS_ATTENTION = "cross_attention"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """One KV cache group: layers that share a block table."""
+
+    index: int
+    kind: GroupKind
+    block_size: int
+    """Tokens of one block."""
+    layers: Mapping[str, PageLayout]
+    """The page each layer's spec promises."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over the group's layers, on one rank."""
+        return sum(page.page_bytes for page in self.layers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a connector needs to know of its engine, translated once at the start."""
+
+    engine_id: str
+    groups: tuple[GroupInfo, ...]
+    num_blocks: int
+    """Blocks of the engine's pool, the null block included."""
+    hash_block_size: int
+    """Tokens that one entry of `RequestView.block_hashes` covers."""
+    world_size: int = 1
+    """Ranks that hold KV: each has a worker half, completion is a count over them."""
+    rank: int = 0
+    prefix_caching: bool = True
+    """Whether a block loaded for one request can be hit by the next one."""
+    asks_pending_work: bool = True
+    """Whether the engine keeps stepping while `has_pending_work()` is true."""
+
+
+class RequestView(Protocol):
+    """The attributes of an engine's request that connectors read."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+
+
+class EngineBlocks(Protocol):
+    """References to blocks of the engine's own pool."""
+
+    def acquire(self, ids: Sequence[int]) -> None:
+        """Keep the content of these blocks (in use now) until `release`."""
+
+    def release(self, ids: Sequence[int]) -> None:
+        """Undo one `acquire`; order: what may be evicted first, first."""
+
+
+class Lookup(NamedTuple):
+    """Answer to "how many tokens beyond the local hit?"."""
+
+    tokens: int
+    ready: bool = True
+    """False: ask again at the next step; `tokens` means nothing."""
+
+
+MISS: Final = Lookup(0)
+LATER: Final = Lookup(0, ready=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """Progress of one request in one step."""
+
+    request_id: str
+    new_block_ids: tuple[Sequence[int], ...]
+    """Per group: blocks appended to the row since `SchedulerHalf.allocated` or the
+    last step; empty for a request admitted in this step."""
+    num_computed_tokens: int
+    """Tokens whose KV exists before the step."""
+    num_scheduled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a scheduling step decided, as far as `SchedulerHalf.watched` asks."""
+
+    scheduled: Sequence[ScheduledRequest] = ()
+    preempted: Collection[str] = ()
+    num_tokens: int = 0
+    """Tokens that the whole step computes."""
+
+
+EMPTY_STEP: Final = Step()
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Changes since the last snapshot, by metric name without prefix."""
+
+    counters: dict[str, float] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
+    observations: dict[str, list[float]] = field(default_factory=dict)
+    """Of histograms, in order."""
+
+    def __bool__(self) -> bool:
+        return bool(self.counters or self.gauges or self.observations)
+
+
+class SchedulerHalf(Protocol):
+    """The half beside the engine's scheduler; called from its thread only."""
+
+    @property
+    def watched(self) -> Collection[str]:
+        """Ids of running requests whose progress `plan_step` wants to hear."""
+
+    def bind_blocks(self, blocks: EngineBlocks) -> None:
+        """Called once, before the first step."""
+
+    def lookup(self, request: RequestView, num_local_tokens: int) -> Lookup:
+        """Tokens it can bring beyond the block-aligned local hit. Changes nothing
+        that a second call would notice, and never answers `LATER` for ever."""
+
+    def allocated(
+        self,
+        request: RequestView,
+        block_ids: tuple[Sequence[int], ...],
+        num_external_tokens: int,
+    ) -> None:
+        """Blocks are there. `block_ids` is the whole row a group, local hits
+        included; the last `num_external_tokens` of it are to be loaded."""
+
+    def plan_step(self, step: Step) -> bytes:
+        """The message to the worker halves; empty for nothing."""
+
+    def apply(self, reports: Iterable[bytes]) -> None:
+        """Reports of worker halves, in any order; late and repeated ones too."""
+
+    def finished(self, request: RequestView) -> bool:
+        """The request ended (aborted or not). True: its end is to be announced by
+        `WorkerOutcome.finished_sends` before the engine may forget it."""
+
+    def reset(self) -> bool:
+        """Forget all that is stored. False: something loaded from it may yet appear
+        in the engine; call again."""
+
+    def has_pending_work(self) -> bool:
+        """Transfers are under way that need further steps to be noticed."""
+
+    def has_pending_frees(self) -> bool:
+        """Transfers under way hold engine blocks that will be free soon."""
+
+    def take_events(self) -> list[KVCacheEvent]: ...
+    def take_stats(self) -> Stats | None: ...
+    def check(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOutcome:
+    """What one rank has to say after a step."""
+
+    finished_loads: frozenset[str] = frozenset()
+    """Requests whose load has ended, failed ones included."""
+    failed_loads: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of those: requests with blocks that hold no valid bytes, and these blocks."""
+    finished_sends: frozenset[str] = frozenset()
+    report: bytes = b""
+    """For `SchedulerHalf.apply`."""
+
+
+NOTHING_HAPPENED: Final = WorkerOutcome()
+
+
+@dataclass(frozen=True, slots=True)
+class KVTensor:
+    """One layer's KV memory on this rank."""
+
+    address: int
+    """Of the view's first element. The engine keeps the memory alive."""
+    layout: TensorLayout
+
+
+class WorkerHalf(Protocol):
+    """The half beside one rank's KV tensors; called from the worker's thread."""
+
+    def register(self, tensors: Mapping[str, KVTensor]) -> None:
+        """KV memory by layer name, once, before the first step."""
+
+    def begin_step(self, plan: bytes) -> None:
+        """Start the loads of the plan."""
+
+    def end_step(self) -> None:
+        """The step's KV is written: start the stores of the plan."""
+
+    def poll(self) -> WorkerOutcome:
+        """What ended since the last call; waits a short, bounded time at most."""
+
+    def drain(self) -> bytes:
+        """Wait until every store has ended; a report for `SchedulerHalf.apply`."""
+
+    def close(self) -> None: ...
+
+
+class CopyJob(NamedTuple):
+    """Blocks to copy between the engine's KV tensors and a tier."""
+
+    id: int
+    store: bool
+    """True: engine to tier. False: tier to engine."""
+    parts: Sequence[tuple[int, Sequence[int], Sequence[int]]]
+    """(group, engine block ids, tier block ids), ids pairwise."""
+
+
+class CopyResult(NamedTuple):
+    """How a job ended. Nothing of a failed job may be used."""
+
+    id: int
+    error: str = ""
+    """Empty: every byte is where it should be."""
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class Transport(Protocol):
+    """Executes copy jobs, each exactly once, in any order of completion."""
+
+    def submit(self, job: CopyJob) -> None:
+        """Queue a job; never blocks and never raises for a job's own failure."""
+
+    def poll(self, wait: float) -> list[CopyResult]:
+        """Results since the last call; waits at most `wait` seconds for all jobs
+        under way, and not at all when none is."""
+
+    def close(self) -> None:
+        """Stop after the jobs under way; further `submit` is an error."""

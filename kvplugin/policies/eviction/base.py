@@ -1,0 +1,90 @@
+"""The protocol between a block pool and the policy that ranks its keyed blocks.
+
+The pool owns blocks, references, keys and the hash index; a policy only ranks. It
+sees int ids of blocks that carry a key. A block is *evictable* for the policy
+between `release` (or the end of its last use) and the next `pin`, `forget` or
+`victims`. Order of calls:
+
+- `insert` when a block in use is given a key; it becomes evictable at its `release`;
+- `pin` and `release` only where the reference count of a keyed block goes 0 -> 1 and
+  1 -> 0; a hit on an evictable block is `pin`, then `hit`;
+- a block returned by `victims` gets no `forget`; a key lost in any other way does.
+
+Key-less blocks and the null block are never shown. One call covers all blocks of one
+request and group. Every method is O(1) or O(log n) a block, `victims` amortised.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class BlockInfo(NamedTuple):
+    """What a pool tells about a keyed block; the pool owns the data."""
+
+    key: bytes
+    parent_key: bytes | None
+    group: int
+    depth: int
+    """Index of the block in its request, 0 for the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockContext:
+    """Who inserts or hits: one object for all blocks of the call."""
+
+    priority: int = 0
+    expires_at: float | None = None
+    """Time of the pool's clock after which retention ends, in seconds."""
+    session: str | None = None
+    turn: int = 0
+    cost_per_block: float = 0.0
+    """Cost of computing one of these blocks again, in the caller's unit."""
+
+
+NO_CONTEXT = BlockContext()
+
+
+class EvictionPolicy(Protocol):
+    """Ranks evictable blocks. Must leave model outputs unchanged by construction:
+    it can only choose among blocks that nobody uses."""
+
+    def bind(self, num_blocks: int, info: Callable[[int], BlockInfo]) -> None:
+        """Called once by the pool. `info(id)` is O(1) and valid for keyed ids."""
+
+    def insert(self, ids: Sequence[int], ctx: BlockContext) -> None:
+        """Blocks in use were just given a key."""
+
+    def hit(self, ids: Sequence[int], ctx: BlockContext) -> None:
+        """A request adopted these blocks (live ones too), all in use now."""
+
+    def pin(self, ids: Sequence[int]) -> None:
+        """Evictable blocks come into use and leave the evictable set."""
+
+    def release(self, ids: Sequence[int]) -> None:
+        """Keyed blocks fell out of use; list order: what should go first, first."""
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Keys were lost without a choice of ours, evictable blocks or not."""
+
+    def victims(self, n: int) -> list[int]:
+        """Exactly `n` distinct evictable ids, removed from the evictable set.
+
+        Raises:
+            ValueError: `n` exceeds `len(self)`; nothing has changed.
+        """
+
+    def step(
+        self, now: float, soon: Iterable[bytes], dropped: Mapping[bytes, int]
+    ) -> None:
+        """Once a step: the clock, keys that waiting requests began to want (`soon`)
+        and keys no longer wanted (`dropped`). O(change)."""
+
+    def order(self) -> Iterator[int]:
+        """Evictable ids, next victim first; changes nothing."""
+
+    def __len__(self) -> int:
+        """Number of evictable blocks."""
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if the policy's own state is inconsistent."""
