@@ -46,7 +46,7 @@ check: build/tree
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p kvplugin
-	PYTHONPATH=build/tree $(BIN)/lint-imports
+	cd build/tree && ../../$(BIN)/lint-imports --config ../../pyproject.toml
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

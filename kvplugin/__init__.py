@@ -5,9 +5,6 @@ This package is the core: pure Python that imports neither torch nor an engine.
 above it.
 """
 
-from importlib.metadata import version
-from typing import Final
-
 from kvplugin.block_pool import NULL_BLOCK, BlockPool
 from kvplugin.errors import (
     CapacityError,
@@ -20,8 +17,6 @@ from kvplugin.errors import (
 )
 from kvplugin.hooks import hookimpl
 
-__version__: Final = version("kvplugin")
-
 __all__ = [
     "NULL_BLOCK",
     "BlockPool",
@@ -32,6 +27,5 @@ __all__ = [
     "LayoutMismatchError",
     "PluginError",
     "TransferError",
-    "__version__",
     "hookimpl",
 ]

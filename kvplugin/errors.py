@@ -43,11 +43,11 @@ def unknown_name(what: str, name: str, known: Iterable[str], key: str) -> Config
         what: the kind of thing, e.g. ``"eviction policy"``.
         name: what the user wrote.
         known: the names that exist.
-        key: the setting to change.
+        key: the setting where it stands.
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ConfigError(
-        f"unknown {what} {name!r}.{hint} Known: {', '.join(names)}. Set {key!r}."
+        f"unknown {what} {name!r} in {key}.{hint} Known: {', '.join(names)}."
     )

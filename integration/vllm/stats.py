@@ -70,11 +70,11 @@ class VllmPromMetrics(KVConnectorPromMetrics):
         }
 
     def _per_engine(self, metric: Metric, metric_types: dict[Any, Any]) -> Any:
-        options: dict[str, Any] = {
-            Kind.COUNTER: {},
-            Kind.GAUGE: {"multiprocess_mode": "mostrecent"},
-            Kind.HISTOGRAM: {"buckets": metric.buckets},
-        }[metric.kind]
+        options: dict[str, Any] = {}
+        if metric.kind is Kind.GAUGE:
+            options["multiprocess_mode"] = "mostrecent"
+        elif metric.kind is Kind.HISTOGRAM:
+            options["buckets"] = metric.buckets
         family = metric_types[_FAMILIES[metric.kind]](
             name=f"{self.prefix}{metric.name}",
             documentation=metric.help,

@@ -26,7 +26,7 @@ from kvplugin.contract import (
     Step,
 )
 from kvplugin.errors import ConfigError
-from kvplugin.integration.vllm.versions import STANDARD_VIEWS
+from kvplugin.integration.vllm.versions import has_standard_views
 from kvplugin.layout import PageLayout, TensorLayout
 
 # Subclasses first: MLA is a FullAttentionSpec to vLLM.
@@ -62,7 +62,7 @@ def engine_info(vllm_config: Any, kv_cache_config: KVCacheConfig) -> EngineInfo:
         world_size=parallel.world_size,
         rank=parallel.rank % parallel.world_size,
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
-        asks_pending_work=STANDARD_VIEWS,
+        asks_pending_work=has_standard_views(),
     )
 
 
@@ -99,7 +99,7 @@ def _page(spec: KVCacheSpec, num_blocks: int) -> PageLayout:
 
 
 def _hash_block_size(vllm_config: Any, kv_cache_config: KVCacheConfig) -> int:
-    if not STANDARD_VIEWS:
+    if not has_standard_views():
         return int(vllm_config.cache_config.block_size)
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
@@ -118,7 +118,7 @@ def kv_tensors(kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, KVTen
 
 def _layout(cache: torch.Tensor, num_blocks: int) -> TensorLayout:
     # Before 0.32, FlashAttention's caches have K and V outermost: (2, blocks, ...).
-    outer = STANDARD_VIEWS or cache.shape[0] >= num_blocks
+    outer = has_standard_views() or cache.shape[0] >= num_blocks
     return TensorLayout(
         shape=tuple(cache.shape),
         strides=tuple(s * cache.element_size() for s in cache.stride()),

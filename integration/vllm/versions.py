@@ -5,8 +5,8 @@
 
 import importlib
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Final
 
 TESTED_VERSIONS: Final = ("0.32.0",)
@@ -81,13 +81,9 @@ def vllm_version() -> str | None:
     return None
 
 
-def _has_standard_views() -> bool:
-    if find_spec("vllm") is None:
-        return False
+@cache
+def has_standard_views() -> bool:
+    """Whether KV tensors are views [blocks, heads, states, content] and the engine
+    asks `has_pending_push_work` (since 0.32). Imports vLLM."""
     probe = Probe(f"{_V1}.base", "KVConnectorTransferResults", (), "")
     return not probe.missing()
-
-
-STANDARD_VIEWS: Final = _has_standard_views()
-"""Whether KV tensors are views [blocks, heads, states, content] and the engine asks
-`has_pending_push_work` (since 0.32)."""

@@ -4,7 +4,6 @@ import sys
 
 import click
 
-import kvplugin
 from kvplugin.errors import KVPluginError
 from kvplugin.hooks import registered_commands
 
@@ -23,7 +22,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands)
-@click.version_option(kvplugin.__version__, prog_name="kvplugin")
+@click.version_option(package_name="kvplugin")
 def cli() -> None:
     """A KV cache that vLLM-style engines can steer."""
 

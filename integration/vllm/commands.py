@@ -1,0 +1,55 @@
+"""`kvplugin config` and `kvplugin doctor`."""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any, Literal
+
+import click
+
+from kvplugin.integration.vllm.doctor import Verdict, examine
+from kvplugin.integration.vllm.render import offload_transfer_config, parse_setting
+
+
+@click.group()
+def config() -> None:
+    """Render settings for vLLM, validated."""
+
+
+@config.command()
+@click.argument("settings", nargs=-1, metavar="KEY=VALUE...")
+@click.option(
+    "--failure-policy",
+    type=click.Choice(["recompute", "fail"]),
+    default="recompute",
+    show_default=True,
+    help="What vLLM does with a request whose load failed.",
+)
+def offload(
+    settings: tuple[str, ...], failure_policy: Literal["recompute", "fail"]
+) -> None:
+    """Offload to host memory, as the value of --kv-transfer-config.
+
+    Example: vllm serve MODEL --kv-transfer-config "$(kvplugin config offload
+    cpu_bytes_to_use=8GiB)"
+    """
+    chosen = dict(map(parse_setting, settings))
+    click.echo(json.dumps(offload_transfer_config(chosen, failure_policy)))
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+def doctor(as_json: bool) -> None:
+    """Check versions and every name of vLLM's that kvplugin binds.
+
+    Exits with 1 if something that a feature needs is missing.
+    """
+    findings = list(examine())
+    rows: list[dict[str, Any]] = [asdict(finding) for finding in findings]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        width = max(len(row["subject"]) for row in rows)
+        for row in rows:
+            click.echo(f"{row['verdict']:4}  {row['subject']:{width}}  {row['detail']}")
+    sys.exit(any(finding.verdict is Verdict.FAIL for finding in findings))
