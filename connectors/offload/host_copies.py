@@ -35,8 +35,11 @@ class HostCopies:
         self._memory: HostMemory | None = None
         self._copiers: dict[tuple[int, bool], BlockCopier] = {}
 
-    def allocate(self, host_blocks: int) -> None:
+    def allocate(self, host_blocks: int) -> int:
         """Make room for `host_blocks` blocks and build the copy engines.
+
+        Returns:
+            Bytes of host memory.
 
         Raises:
             CapacityError: the machine has not so much memory.
@@ -46,6 +49,7 @@ class HostCopies:
             host = self._host_regions(self._memory, engine, host_blocks)
             self._copiers[group, True] = BlockCopier(engine, host)
             self._copiers[group, False] = BlockCopier(host, engine)
+        return self._memory.nbytes
 
     def _host_regions(
         self, memory: HostMemory, engine: list[Region], host_blocks: int

@@ -81,7 +81,12 @@ class OffloadWorker:
     def _copy_thread(self, host_blocks: int) -> Transport:
         if self._copies is None:
             raise IntegrityError("a plan arrived before the KV tensors")
-        self._copies.allocate(host_blocks)
+        nbytes = self._copies.allocate(host_blocks)
+        logger.info(
+            "kvplugin offload: rank %d keeps its KV in %.2f GiB of host memory",
+            self._engine.rank,
+            nbytes / 2**30,
+        )
         return CopyThread(self._copies.execute)
 
     def begin_step(self, plan: bytes) -> None:

@@ -1,0 +1,129 @@
+"""Stock vLLM in a child process that runs functions of the tests beside the engine."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kvplugin.integration.vllm.render import offload_transfer_config
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Compiling a part of the sampler takes longer than all of a test's requests.
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+ENGINE_DEFAULTS = {
+    "max_model_len": 4096,
+    "enforce_eager": True,
+    "disable_log_stats": False,
+    "seed": 0,
+}
+
+
+class EngineStartError(Exception):
+    """The child could not start its engine, or a function raised in it."""
+
+
+class EngineHost:
+    """An engine in a process of its own.
+
+    Args:
+        log: takes everything that the child prints.
+        prepare: runs in the child before the engine starts, to arrange a fault.
+        environment: variables of the child, over `ENVIRONMENT`.
+        engine: arguments of `vllm.LLM`, over `ENGINE_DEFAULTS`.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        *,
+        prepare: Callable[[], None] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **engine: Any,
+    ) -> None:
+        self.log = log
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | ENVIRONMENT
+        self._process = context.Process(
+            target=_serve,
+            args=(
+                theirs,
+                log,
+                prepare,
+                variables | dict(environment or {}),
+                ENGINE_DEFAULTS | engine,
+            ),
+        )
+        self._process.start()
+        theirs.close()
+        self._answer()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(llm, *args)` in the child; all of it must be picklable."""
+        self._pipe.send((function, args))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            ok, value = self._pipe.recv()
+        except EOFError:
+            ok, value = False, f"the engine's process died; see {self.log}"
+        if not ok:
+            raise EngineStartError(value)
+        return value
+
+    def close(self) -> None:
+        """End the child and its engine."""
+        self._pipe.close()
+        self._process.join(30)
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(
+    pipe: Connection,
+    log: Path,
+    prepare: Callable[[], None] | None,
+    environment: Mapping[str, str],
+    engine: Mapping[str, Any],
+) -> None:
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    try:
+        if prepare is not None:
+            prepare()
+        from vllm import LLM
+
+        llm = LLM(**engine)
+        pipe.send((True, None))
+        while True:
+            function, args = pipe.recv()
+            pipe.send(_call(function, llm, args))
+    except (EOFError, BrokenPipeError):
+        return
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def _call(function: Callable[..., Any], llm: Any, args: Any) -> tuple[bool, Any]:
+    try:
+        return True, function(llm, *args)
+    except Exception:
+        return False, traceback.format_exc()
+
+
+def offload(cpu_bytes: int, failure_policy: str = "recompute", **settings: Any) -> Any:
+    """`kv_transfer_config` with our connector, as `kvplugin config` renders it."""
+    return offload_transfer_config(
+        {"cpu_bytes_to_use": cpu_bytes, **settings},
+        failure_policy,  # type: ignore[arg-type]
+    )
