@@ -7,12 +7,14 @@ A block is in one of four states, and only the pool moves it:
          │  └─────────free_blocks──────────┘              free_blocks    touch
          └──get_new_blocks takes a victim, evict_blocks──  free, keyed ──┘
 
-Free blocks without a key are used first, last in first out; among keyed ones the
-eviction policy chooses. Data lives in flat lists indexed by block id.
+Free blocks without a key are used first, those freed last before others; among keyed
+ones the eviction policy chooses. The pool trusts a policy with that choice and with
+nothing else: one that raises or answers something impossible is replaced by LRU, and
+no block is lost. Data lives in flat lists indexed by block id.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvplugin.errors import CapacityError, IntegrityError
 from kvplugin.events import (
@@ -80,6 +82,7 @@ class BlockPool:
         self._releases = 0
         self._index: dict[bytes, int | dict[int, None]] = {}
         self._num_keyed = 0
+        self._num_evictable = 0
         # Popped from the end: low ids first in a new pool.
         self._unkeyed = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._events: list[KVCacheEvent] | None = [] if enable_events else None
@@ -90,7 +93,7 @@ class BlockPool:
 
     def get_num_free_blocks(self) -> int:
         """Blocks that `get_new_blocks` could hand out now."""
-        return len(self._unkeyed) + len(self._policy)
+        return len(self._unkeyed) + self._num_evictable
 
     @property
     def num_used_blocks(self) -> int:
@@ -151,6 +154,7 @@ class BlockPool:
         if n > unkeyed:
             victims = self._choose_victims(n - unkeyed)
             self._drop_keys(victims)
+            self._num_evictable -= len(victims)
             taken += victims
         refs = self._refs
         for block in taken:
@@ -178,8 +182,11 @@ class BlockPool:
             token_ids: their tokens, for events (may stay empty).
 
         Raises:
-            IntegrityError: a block is null, free or has a key; nothing has changed.
+            IntegrityError: a block is null, free, has a key or is listed twice, or
+                there is not one key a block; nothing has changed.
         """
+        if not len(set(ids)) == len(ids) == len(keys):
+            raise IntegrityError(f"blocks {ids} cannot be given {len(keys)} keys")
         for block in ids:
             if not self._refs[block] or self._keys[block] or block == NULL_BLOCK:
                 raise IntegrityError(f"block {block} cannot be given a key")
@@ -192,58 +199,63 @@ class BlockPool:
             before = key
         self._num_keyed += len(ids)
         if ids:
-            self._policy.insert(ids, ctx)
+            self._tell(self._policy.insert, ids, ctx)
             self._tell_stored(keys, parent, token_ids)
 
     def touch(self, ids: Iterable[int]) -> None:
         """Add one reference to each block; keyed free blocks come into use.
 
         Raises:
-            IntegrityError: a block is free and has no key (its content is nobody's).
+            IntegrityError: a block is free and has no key (its content is nobody's);
+                nothing has changed.
         """
         refs = self._refs
+        ids = list(ids)
+        for block in ids:
+            if not refs[block] and self._keys[block] is None and block != NULL_BLOCK:
+                raise IntegrityError(f"block {block} is free and has no key")
         pinned = []
         for block in ids:
             if refs[block] == 0 and block != NULL_BLOCK:
-                if self._keys[block] is None:
-                    raise IntegrityError(f"block {block} is free and has no key")
                 pinned.append(block)
             refs[block] += 1
         if pinned:
-            self._policy.pin(pinned)
+            self._num_evictable -= len(pinned)
+            self._tell(self._policy.pin, pinned)
 
     def adopt(self, ids: Sequence[int], ctx: BlockContext = NO_CONTEXT) -> None:
         """`touch` by a request that will read the blocks: the policy hears a hit."""
         self.touch(ids)
-        keyed = [block for block in ids if block != NULL_BLOCK]
+        keyed = [block for block in ids if self._keys[block] is not None]
         if keyed:
-            self._policy.hit(keyed, ctx)
+            self._tell(self._policy.hit, keyed, ctx)
 
     def free_blocks(self, ids: Iterable[int]) -> None:
         """Drop one reference of each block; list what should be evicted first, first
         (the tail of a request before its head). Null blocks are skipped.
 
         Raises:
-            IntegrityError: a block has no reference left to drop.
+            IntegrityError: a block has no reference left to drop; nothing has changed.
         """
         refs = self._refs
-        released = []
-        for block in ids:
-            if block == NULL_BLOCK:
-                continue
+        ids = [block for block in ids if block != NULL_BLOCK]
+        idle = []
+        for done, block in enumerate(ids):
             if refs[block] <= 0:
+                for undone in ids[:done]:
+                    refs[undone] += 1
                 raise IntegrityError(f"block {block} is freed once too often")
             refs[block] -= 1
             if refs[block] == 0:
-                if self._keys[block] is None:
-                    self._unkeyed.append(block)
-                else:
-                    released.append(block)
+                idle.append(block)
+        self._unkeyed += [b for b in reversed(idle) if self._keys[b] is None]
+        released = [b for b in idle if self._keys[b] is not None]
         for block in released:
             self._releases += 1
             self._released_at[block] = self._releases
         if released:
-            self._policy.release(released)
+            self._num_evictable += len(released)
+            self._tell(self._policy.release, released)
 
     def evict_blocks(self, ids: Iterable[int]) -> None:
         """Take the keys of blocks away; those in use stay in use. Key-less ids are
@@ -262,21 +274,23 @@ class BlockPool:
                 keyed.append(block)
         if not keyed:
             return
-        self._policy.forget(keyed)
+        self._forget(keyed)
         self._drop_keys(keyed)
-        self._unkeyed += [block for block in keyed if not self._refs[block]]
+        idle = [block for block in keyed if not self._refs[block]]
+        self._num_evictable -= len(idle)
+        self._unkeyed += idle
 
     def drop_all_keys(self) -> None:
         """Forget every key at once; blocks in use stay in use without one."""
         keyed = [b for b, key in enumerate(self._keys) if key is not None]
         if keyed:
-            self._policy.forget(keyed)
+            self._forget(keyed)
         for block in keyed:
             self._keys[block] = self._parents[block] = None
             if not self._refs[block]:
                 self._unkeyed.append(block)
         self._index.clear()
-        self._num_keyed = 0
+        self._num_keyed = self._num_evictable = 0
         if self._events is not None:
             self._events.append(AllBlocksCleared())
 
@@ -320,9 +334,8 @@ class BlockPool:
             "the policy's evictable set differs from the free keyed blocks",
         )
         self._require(
-            sorted(self._policy.order()) == sorted(set(self._policy.order()))
-            and len(list(self._policy.order())) == len(self._policy),
-            "the policy's order and length disagree",
+            len(list(self._policy.order())) == len(self._policy) == self._num_evictable,
+            "the policy's order, its length and the pool's count disagree",
         )
         indexed = {
             block: key
@@ -340,6 +353,21 @@ class BlockPool:
             raise IntegrityError(what)
 
     # -- inside --------------------------------------------------------------------
+
+    def _tell(self, call: Callable[..., None], *args: object) -> None:
+        """Tell the policy what has happened; LRU learns it from the pool's lists."""
+        try:
+            call(*args)
+        except Exception:
+            self._fall_back_to_lru()
+
+    def _forget(self, ids: Sequence[int]) -> None:
+        """Tell the policy of keys that are about to go, while `info` still has them."""
+        try:
+            self._policy.forget(ids)
+        except Exception:
+            self._fall_back_to_lru()
+            self._policy.forget(ids)
 
     def _choose_victims(self, n: int) -> list[int]:
         try:

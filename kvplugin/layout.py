@@ -88,6 +88,8 @@ def _runs_of(tensor: TensorLayout, parts: int, page: PageLayout) -> tuple[Run, .
     """Split the block axis, merge what is contiguous, list what is left."""
     part_stride = tensor.strides[tensor.block_axis]
     axes = list(zip(tensor.shape, tensor.strides, strict=True))
+    if _overlap(axes, tensor.itemsize):
+        raise _refusal("elements overlap or interleave", tensor, page)
     axes[tensor.block_axis] = (parts, part_stride)
     by_stride = sorted((a for a in axes if a[0] > 1), key=lambda a: -a[1])
     nbytes = tensor.itemsize
@@ -103,11 +105,18 @@ def _runs_of(tensor: TensorLayout, parts: int, page: PageLayout) -> tuple[Run, .
             *([i * stride for i in range(size)] for size, stride in outer)
         )
     ]
-    stride = part_stride * parts
-    in_order = sorted([*offsets, offsets[0] + stride])
-    if any(b - a < nbytes for a, b in itertools.pairwise(in_order)):
-        raise _refusal("elements of a block overlap", tensor, page)
-    return tuple(Run(offset, stride, nbytes) for offset in offsets)
+    return tuple(Run(offset, part_stride * parts, nbytes) for offset in offsets)
+
+
+def _overlap(axes: list[tuple[int, int]], itemsize: int) -> bool:
+    """Whether some axis steps by less than all the axes inside it span."""
+    span = itemsize
+    for size, stride in sorted(axes, key=lambda axis: axis[1]):
+        if size > 1:
+            if stride < span:
+                return True
+            span += (size - 1) * stride
+    return False
 
 
 def _refusal(why: str, tensor: TensorLayout, page: PageLayout) -> LayoutMismatchError:

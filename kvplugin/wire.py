@@ -29,4 +29,5 @@ def decode(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.convert(msgpack.unpackb(data), kind)
     except (ValueError, msgspec.ValidationError, msgpack.UnpackException) as error:
-        raise IntegrityError(f"not a valid {kind.__name__}: {error}") from error
+        why = str(error) or type(error).__name__
+        raise IntegrityError(f"not a valid {kind.__name__}: {why}") from error

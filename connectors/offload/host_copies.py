@@ -83,8 +83,9 @@ class HostCopies:
     def close(self) -> None:
         """Give host memory back; no copy may be under way."""
         self._copiers.clear()
-        if self._memory is not None:
-            self._memory.close()
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
 
 
 def _engine_regions(group: GroupInfo, tensors: Mapping[str, KVTensor]) -> list[Region]:

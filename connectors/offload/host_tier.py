@@ -104,9 +104,19 @@ class HostTier:
             self._pool.insert(
                 [slot], [chunk.key], parent=chunk.parent, depth=chunk.number
             )
-        # The tail of a prefix may leave before its head.
+        # The tail of a prefix may leave before its head, also if it came later.
+        path = list(self._path_from(reservation.chunks[-1].key))
+        self._pool.touch(path)
         self._pool.free_blocks(reversed(reservation.slots))
+        self._pool.free_blocks(path)
         return True
+
+    def _path_from(self, key: bytes | None) -> Iterator[int]:
+        """Slots of a chunk and of those before it, from the tail to the head, as far
+        as they are readable."""
+        while key is not None and (slot := self._pool.get(key)) is not None:
+            yield slot
+            key = self._pool.info(slot).parent_key
 
     def abandon(self, reservation: Reservation) -> None:
         """The bytes did not arrive: as if the store had never been."""
@@ -123,6 +133,12 @@ class HostTier:
     def unpin(self, slots: Sequence[int]) -> None:
         """Undo `pin`; slots in request order."""
         self._pool.free_blocks(reversed(slots))
+
+    def refresh(self, keys: Iterable[bytes]) -> None:
+        """Make the readable chunks among `keys` (in request order) the most recently
+        used ones, a head more so than its tail."""
+        with self.protecting(keys):
+            pass
 
     @contextmanager
     def protecting(self, keys: Iterable[bytes]) -> Iterator[None]:

@@ -18,7 +18,9 @@ class RequestState:
 
     request: RequestView
     row: list[int] = field(default_factory=list)
-    """Engine blocks of the present admission."""
+    """Engine blocks of the present admission; empty if nothing of it is stored."""
+    admitted_after: int = -1
+    """Number of the last plan before the present admission."""
     next_chunk: int = 0
     """Chunks before this one need no store in this admission."""
     wait_until: float | None = None

@@ -119,18 +119,22 @@ class OffloadScheduler:
         state = self._requests.get(request.request_id)
         if state is not None and state.load_failed:
             return MISS
-        end, in_flight = self._stored_until(request, num_local_tokens)
+        end, in_flight = self._stored_until(request, num_local_tokens, limit)
         if in_flight and self._may_wait(request):
             return LATER
         tokens = min(end, limit) - num_local_tokens
         return Lookup(tokens) if tokens >= self._min_load else MISS
 
-    def _stored_until(self, request: RequestView, start: int) -> tuple[int, bool]:
+    def _stored_until(
+        self, request: RequestView, start: int, limit: int
+    ) -> tuple[int, bool]:
         """End of the stored run from the chunk that holds token `start`, in tokens,
-        and whether a transfer under way would change the answer."""
+        as far as `limit`, and whether a transfer under way would change the answer.
+        """
         first = start // self._chunking.tokens
+        last = -(-limit // self._chunking.tokens)
         end = first * self._chunking.tokens
-        for chunk in self._chunking.of(request, first):
+        for chunk in self._chunking.of(request, first, last):
             if self._engine.prefix_caching and chunk.key in self._loading:
                 return end, True  # soon a local hit: no second copy of the blocks
             if self._tier.slot_of(chunk.key) is None:
@@ -153,9 +157,11 @@ class OffloadScheduler:
         """The request has its row; order the load of its last external tokens."""
         state = self._state(request)
         state.row = list(block_ids[self._chunking.group.index])
+        state.admitted_after = self._step
         state.next_chunk = 0
         state.wait_until = None
-        self._watched[request.request_id] = None
+        if not self._nothing_left_to_store(state):
+            self._watched[request.request_id] = None
         if num_external_tokens:
             self._order_load(state, num_external_tokens)
 
@@ -208,6 +214,7 @@ class OffloadScheduler:
         timed = self._rate.started(self._step, step.num_tokens)
         if not (loads or stores or sends or timed):
             return b""
+        self._update_gauges()
         return encode(Plan(VERSION, self._step, self.host_blocks, loads, stores, sends))
 
     def _plan_store(self, scheduled: ScheduledRequest) -> CopyOrder | None:
@@ -225,26 +232,30 @@ class OffloadScheduler:
         chunks = list(self._chunking.of(state.request, 0, end))
         missing = [c for c in chunks[state.next_chunk :] if not self._tier.holds(c.key)]
         state.next_chunk = end
+        # Chunks of others leave first. A tail without its head can never be hit: the
+        # tail gives way to what is missing, what comes before that does not.
+        self._tier.refresh(chunk.key for chunk in chunks)
+        head = chunks[: missing[0].number] if missing else []
+        with self._tier.protecting(chunk.key for chunk in head):
+            order = self._order_store(state, missing) if missing else None
         if self._nothing_left_to_store(state):
-            del self._watched[scheduled.request_id]
-        # Never at the cost of the request's own prefix: a tail without its head can
-        # never be hit.
-        with self._tier.protecting(chunk.key for chunk in chunks):
-            return self._order_store(state, missing) if missing else None
+            self._stop_storing(state)
+        return order
 
     def _order_store(
         self, state: RequestState, chunks: Sequence[Chunk]
     ) -> CopyOrder | None:
-        reservation = self._tier.reserve(chunks)
+        reservation, row = self._tier.reserve(chunks), state.row
         skipped = len(chunks) - len(reservation.chunks)
         if skipped:
             self._counters.add("skipped_blocks", skipped * self._chunking.blocks)
+            self._stop_storing(state)  # what follows could never be hit
         if not reservation.chunks:
             return None
         engine, host = [], []
         for chunk, slot in zip(reservation.chunks, reservation.slots, strict=True):
             for block in self._chunking.engine_blocks(chunk):
-                engine.append(state.row[block])
+                engine.append(row[block])
                 host.append(self._chunking.host_block(slot, block))
         job = StoreJob(
             self._order(state, engine, host),
@@ -271,9 +282,14 @@ class OffloadScheduler:
 
     def _preempted(self, request_id: str) -> None:
         state = self._requests.get(request_id)
-        if state is not None:
-            state.row = []
-            self._watched.pop(request_id, None)
+        # Who was admitted again in this very step keeps its new row.
+        if state is not None and state.admitted_after != self._step:
+            self._stop_storing(state)
+
+    def _stop_storing(self, state: RequestState) -> None:
+        """Nothing more is stored of this admission."""
+        state.row = []
+        self._watched.pop(state.request.request_id, None)
 
     # -- what became of it ---------------------------------------------------------
 
@@ -335,11 +351,16 @@ class OffloadScheduler:
 
         Returns:
             True if the engine has to be kept stepping by delaying the request's end
-            (engines that do not ask `has_pending_work`).
+            (engines that do not ask `has_pending_work`). Not while it loads: an
+            engine waits for loads by itself, and must hear of one end only.
         """
         self._watched.pop(request.request_id, None)
         state = self._requests.pop(request.request_id, None)
         if state is None or not state.stores or self._engine.asks_pending_work:
+            return False
+        if any(
+            isinstance(j, LoadJob) and j.state is state for j in self._jobs.values()
+        ):
             return False
         self._delayed[request.request_id] = state
         return True

@@ -1,0 +1,1 @@
+"""kvplugin on stock vLLM with a real model: `python -m kvplugin.integration.demo`."""

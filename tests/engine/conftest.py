@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.host import EngineHost
-from engine.models import tiny_gemma
 from kvplugin.integration.demo.model import cache_folder, prepare_smollm2, tiny_llama
+from tests.engine.host import EngineHost
+from tests.engine.models import tiny_gemma
 
 StartEngine = Callable[..., EngineHost]
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from engine import asking, faults
-from engine.asking import BLOCK, assert_close, assert_same
-from engine.host import EngineHost, offload
-from engine.prompts import tokens
+from tests.engine import asking, faults
+from tests.engine.asking import BLOCK, assert_close, assert_same
+from tests.engine.host import EngineHost, offload
+from tests.engine.prompts import tokens
 
 PROMPT = tokens("failures", 4 * BLOCK + 9)
 

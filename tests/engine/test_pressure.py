@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
-from engine import asking
-from engine.asking import BLOCK, assert_close
-from engine.host import offload
-from engine.prompts import tokens
+from tests.engine import asking
+from tests.engine.asking import BLOCK, assert_close
+from tests.engine.host import offload
+from tests.engine.prompts import tokens
 
+GENERATED = 140
+"""Tokens of each answer: more than a block."""
 KV_BYTES_PER_BLOCK = 4 * 2 * 2 * 64 * 2 * BLOCK
 
 
@@ -24,7 +26,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(start_tiny: Any, prompts: list[list[int]]) -> list[asking.Answer]:
     """Answers of vLLM with room for everything and without kvplugin."""
-    return start_tiny().run(asking.ask, prompts, 200)
+    return start_tiny().run(asking.ask, prompts, GENERATED)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_answers_survive_preemption(start_tiny, prompts, expected, settings):
     )
     for _ in range(2):
         for one, other in zip(
-            expected, engine.run(asking.ask, prompts, 200), strict=True
+            expected, engine.run(asking.ask, prompts, GENERATED), strict=True
         ):
             assert_close(one, other)
     assert engine.run(asking.preemptions) > 0

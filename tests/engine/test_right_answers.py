@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engine import asking
-from engine.asking import BLOCK, assert_close, assert_same
-from engine.host import EngineHost, offload
 from kvplugin.integration.demo.workload import Document, documents
+from tests.engine import asking
+from tests.engine.asking import BLOCK, assert_close, assert_same
+from tests.engine.host import EngineHost, offload
 
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 2
 

@@ -1,0 +1,77 @@
+"""What exists is documented, and what is documented exists."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvplugin import hooks
+from kvplugin.connectors.offload.config import OffloadConfig
+from kvplugin.connectors.offload.metrics import METRICS
+from kvplugin.hooks import registered_commands
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def headings(page: str) -> set[str]:
+    """Names in backticks that open a third-level heading."""
+    text = (DOCS / page).read_text()
+    return set(re.findall(r"^### `([\w ]+?)(?: [A-Z=.]+)?`$", text, re.MULTILINE))
+
+
+def environment_variables() -> set[str]:
+    """Names of ours that the code reads."""
+    sources = [
+        path
+        for folder in ("kvplugin", "kernels", "connectors", "integration")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    return {
+        name
+        for path in sources
+        for name in re.findall(r'"(KVPLUGIN_[A-Z_]+)"', path.read_text())
+    }
+
+
+def test_every_key_and_variable_is_documented():
+    keys = {field.name for field in msgspec.structs.fields(OffloadConfig)}
+    assert headings("configuration.md") == keys | environment_variables()
+
+
+def test_every_hook_is_documented():
+    specs = {name for name in vars(hooks._Specs) if name.startswith("kvp_")}
+    assert headings("hooks.md") == specs
+
+
+def test_every_command_is_documented():
+    names = set()
+    for command in registered_commands():
+        children = getattr(command, "commands", {})
+        names |= {f"kvplugin {command.name} {child}" for child in children}
+        names |= set() if children else {f"kvplugin {command.name}"}
+    assert headings("commands.md") == names
+
+
+def test_every_metric_is_documented_with_its_kind_and_meaning():
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\w+) \| (.+) \|$",
+        (DOCS / "metrics.md").read_text(),
+        re.MULTILINE,
+    )
+    assert rows == [(metric.name, metric.kind, metric.help) for metric in METRICS]
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda p: p.name
+)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\((?!http)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_examples_in_python_compile():
+    for page in DOCS.glob("*.md"):
+        for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            compile(code, page.name, "exec")
