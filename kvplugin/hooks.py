@@ -6,7 +6,7 @@ never at import.
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import pluggy
 
@@ -23,7 +23,7 @@ hookimpl: Final = pluggy.HookimplMarker(PROJECT)
 _hookspec: Final = pluggy.HookspecMarker(PROJECT)
 
 
-class _Specs:
+class _Specs(Protocol):
     """Every hook there is, with its contract."""
 
     @_hookspec
@@ -32,7 +32,6 @@ class _Specs:
 
         Asked once a process, by the command line only. Names must be new.
         """
-        raise NotImplementedError  # a specification is never called
 
 
 @cache

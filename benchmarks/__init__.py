@@ -1,0 +1,1 @@
+"""Measurements of kvplugin: `python -m benchmarks [NAME]`."""

@@ -1,0 +1,79 @@
+"""What a copy engine is given: regions of memory in pairs, and ids to pair up.
+
+Types shared by `host.py` and its engines.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Equal-sized runs of bytes, one per block, `stride` bytes apart.
+
+    Nothing needs to be aligned. Whoever makes a region vouches that the memory it
+    names exists for as long as anything copies from or to it.
+
+    Raises:
+        ValueError: a size is not positive, or runs would overlap.
+    """
+
+    address: int
+    """Of block 0's first byte."""
+    stride: int
+    """Bytes from one block's run to the next one's, at least `nbytes`."""
+    nbytes: int
+    """Contiguous bytes of one block."""
+    blocks: int
+    """Number of blocks: ids are 0 to blocks-1."""
+
+    def __post_init__(self) -> None:
+        for name in ("address", "nbytes", "blocks"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} {getattr(self, name)} is not positive")
+        if self.stride < self.nbytes:
+            raise ValueError(
+                f"stride {self.stride} is smaller than nbytes {self.nbytes}: the runs "
+                "of neighbouring blocks would overlap"
+            )
+
+    def continues(self, other: "Region") -> bool:
+        """Whether each run starts where the same block's run of `other` ends."""
+        return (
+            self.address == other.address + other.nbytes
+            and self.blocks == other.blocks
+            and self.stride == other.stride >= self.nbytes + other.nbytes
+        )
+
+
+Pairs: TypeAlias = Sequence[tuple[Region, Region]]
+"""Sources with their targets, of equal `nbytes`."""
+Ids: TypeAlias = npt.NDArray[np.int64]
+"""Block ids: flat, contiguous, in range."""
+Copy: TypeAlias = Callable[[Ids, Ids], None]
+"""Copies blocks from source ids to as many target ids, each of which comes once."""
+
+
+def join_neighbours(pairs: Iterable[tuple[Region, Region]]) -> Pairs:
+    """The same bytes in fewer pairs.
+
+    Slices that continue each other on both sides become one: between two pools a
+    slot of thirty layers is a single run.
+    """
+    joined: list[tuple[Region, Region]] = []
+    for source, target in pairs:
+        if joined:
+            before, after = joined[-1]
+            if source.continues(before) and target.continues(after):
+                nbytes = before.nbytes + source.nbytes
+                joined[-1] = (
+                    replace(before, nbytes=nbytes),
+                    replace(after, nbytes=nbytes),
+                )
+                continue
+        joined.append((source, target))
+    return joined
