@@ -25,7 +25,7 @@ from kvplugin.errors import ConfigError, unknown_name
 from kvplugin.kernels import _numpy_copy
 from kvplugin.kernels.region import Copy, Ids, Pairs, Region, join_neighbours
 
-__all__ = ["BlockCopier", "Region"]
+__all__ = ["BlockCopier", "Region", "warm_up"]
 
 logger = logging.getLogger("vllm.kvplugin.kernels")
 
@@ -39,7 +39,7 @@ class BlockCopier:
     threads may copy at once as long as their target blocks differ.
 
     The first copier of a process compiles the numba engine or reads it from numba's
-    cache, some tenths of a second; `copy` never compiles.
+    cache, some tenths of a second, unless `warm_up` has; `copy` never compiles.
 
     Args:
         sources: where blocks are read.
@@ -105,6 +105,11 @@ class BlockCopier:
         _check_distinct(targets)
         self._copy(*_by_source(sources, targets))
         return len(sources) * self._block_bytes
+
+
+def warm_up() -> None:
+    """Compile what the first copier of this process would have to compile."""
+    _bind("auto")
 
 
 def _check_sides(sources: Sequence[Region], targets: Sequence[Region]) -> None:

@@ -1,5 +1,6 @@
 """The keys of the offload connector's configuration."""
 
+import math
 from typing import Literal
 
 import msgspec
@@ -30,8 +31,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for key, least in _LEAST.items():
             value = getattr(self, key)
-            if value is not None and not value >= least:
-                raise ConfigError(f"{key}={value} must be at least {least}")
+            if value is not None and not least <= value < math.inf:
+                raise ConfigError(f"{key}={value} must be finite, at least {least}")
 
 
 _LEAST = {

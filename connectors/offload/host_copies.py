@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from kvplugin.connectors.offload.memory import HostMemory
 from kvplugin.contract import CopyJob, GroupInfo, KVTensor
 from kvplugin.errors import IntegrityError
-from kvplugin.kernels.host import BlockCopier, Region
+from kvplugin.kernels.host import BlockCopier, Region, warm_up
 from kvplugin.layout import block_runs
 
 
@@ -32,6 +32,7 @@ class HostCopies:
             sum(region.nbytes for region in regions)
             for regions in self._engine.values()
         )
+        warm_up()  # while the engine starts, not at its first copy
         self._memory: HostMemory | None = None
         self._copiers: dict[tuple[int, bool], BlockCopier] = {}
 

@@ -132,7 +132,7 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
         """In one process nobody steps the engine after the last answer: let the
         stores it caused end now, so that they hold no block."""
         worker = _local_workers.get(self._engine_id)
-        if worker is not None and self._scheduler.has_pending_frees():
+        if worker is not None and self._scheduler.has_pending_work():
             self._scheduler.apply(filter(None, [worker.drain()]))
 
     def has_pending_push_work(self) -> bool:
