@@ -4,9 +4,11 @@ Plugins come from the entry-point group ``kvplugin`` and are loaded by `load_plu
 never at import.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Final, Protocol
 
 import pluggy
 
@@ -44,11 +46,13 @@ def load_plugins() -> pluggy.PluginManager:
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(_Specs)
+    for entry_point in entry_points(group=PROJECT):
+        with _blaming(entry_point.name):
+            manager.register(entry_point.load(), name=entry_point.name)
     try:
-        manager.load_setuptools_entrypoints(PROJECT)
         manager.check_pending()
-    except Exception as error:
-        raise PluginError(f"a plugin cannot be loaded: {error}") from error
+    except pluggy.PluginValidationError as error:
+        raise PluginError(f"no such hook: {error}") from error
     return manager
 
 
@@ -56,15 +60,28 @@ def registered_commands() -> "list[click.Command]":
     """All commands that plugins contribute.
 
     Raises:
-        PluginError: two plugins contribute a command of the same name.
+        PluginError: a plugin fails, or two contribute a command of the same name.
     """
     commands: dict[str, click.Command] = {}
-    answers = cast(
-        "list[Sequence[click.Command]]", load_plugins().hook.kvp_register_commands()
-    )
-    for command in (command for answer in answers for command in answer):
-        name = command.name or ""
-        if name in commands:
-            raise PluginError(f"two plugins contribute the command {name!r}")
-        commands[name] = command
+    owners: dict[str, str] = {}
+    for plugin in load_plugins().hook.kvp_register_commands.get_hookimpls():
+        with _blaming(plugin.plugin_name):
+            answer: Sequence[click.Command] = plugin.function()
+        for command in answer:
+            name = command.name or ""
+            if name in commands:
+                raise PluginError(
+                    f"plugins {owners[name]!r} and {plugin.plugin_name!r} both "
+                    f"contribute the command {name!r}"
+                )
+            commands[name], owners[name] = command, plugin.plugin_name
     return list(commands.values())
+
+
+@contextmanager
+def _blaming(plugin: str) -> Iterator[None]:
+    """Whatever fails inside is the plugin's fault, and the error says so."""
+    try:
+        yield
+    except Exception as error:
+        raise PluginError(f"plugin {plugin!r} failed: {error}") from error

@@ -67,7 +67,7 @@ def block_runs(tensor: TensorLayout, page: PageLayout) -> tuple[Run, ...]:
     if min(tensor.strides) < 0 or min(tensor.shape) <= 0:
         raise _refusal("a stride is negative or an axis empty", tensor, page)
     parts, rest = divmod(tensor.shape[tensor.block_axis], page.num_blocks)
-    if rest or not parts:
+    if rest:
         raise _refusal(
             f"axis {tensor.block_axis} does not count {page.num_blocks} blocks",
             tensor,

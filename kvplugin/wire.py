@@ -30,4 +30,7 @@ def decode(data: bytes, kind: type[T]) -> T:
         return msgspec.convert(msgpack.unpackb(data), kind)
     except (ValueError, msgspec.ValidationError, msgpack.UnpackException) as error:
         why = str(error) or type(error).__name__
-        raise IntegrityError(f"not a valid {kind.__name__}: {why}") from error
+        raise IntegrityError(
+            f"not a valid {kind.__name__} ({why}); install one version of kvplugin "
+            "everywhere"
+        ) from error

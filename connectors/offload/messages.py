@@ -1,9 +1,13 @@
 """What the two halves say to each other, once a step at most."""
 
+from typing import Final, Literal, TypeAlias
+
 import msgspec
 
-VERSION = 1
+VERSION: Final = 1
 """Of these messages. Both halves come from one installation; a mixed one is refused."""
+
+Version: TypeAlias = Literal[1]
 
 
 class _Message(
@@ -31,7 +35,7 @@ class CopyOrder(_Message, frozen=True):
 class Plan(_Message, frozen=True):
     """Scheduler half to every worker half, for one step."""
 
-    version: int
+    version: Version
     step: int
     host_blocks: int
     """Host ids are 0..host_blocks-1; the same in every plan."""
@@ -53,7 +57,7 @@ class Completion(_Message, frozen=True):
 class Report(_Message, frozen=True):
     """One worker half to the scheduler half."""
 
-    version: int
+    version: Version
     rank: int
     step: int
     """Of the last plan this rank has executed; -1 if it was none."""

@@ -55,6 +55,8 @@ class FakeTransport:
         self.held = held
         self.submitted: list[CopyJob] = []
         """Every job there ever was, oldest first."""
+        self.waits: list[float] = []
+        """Seconds that each `poll` was ready to wait."""
         self.execute = execute
         self._pending: dict[int, _Pending] = {}
         self._ended: dict[int, CopyResult] = {}
@@ -77,8 +79,8 @@ class FakeTransport:
         self._pending[job.id] = _Pending(job)
 
     def poll(self, wait: float) -> list[CopyResult]:
-        """Results since the last call; never waits, whatever `wait` is."""
-        del wait
+        """Results since the last call; notes `wait` and never does."""
+        self.waits.append(wait)
         if not self.held:
             self.complete_all()
         results, self._unpolled = self._unpolled, []

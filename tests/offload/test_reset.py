@@ -1,0 +1,100 @@
+"""Reset: what was stored before cannot be had after."""
+
+from kvplugin.contract import MISS, Lookup
+from kvplugin.events import AllBlocksCleared, BlockRemoved, BlockStored
+from tests.offload.engine_model import Engine
+from tests.offload.setup_model import Phase, Setup, prompt
+
+
+def test_a_reset_forgets_what_is_stored() -> None:
+    engine = Engine()
+    engine.serve(prompt(16))
+    assert engine.reset()
+    assert engine.offered(prompt(16)) == MISS
+    engine.check_idle()
+
+
+def test_host_memory_is_whole_again_after_a_reset() -> None:
+    engine = Engine(host_blocks=4)
+    engine.serve(prompt(16, seed=1))
+    engine.reset()
+    engine.serve(prompt(16, seed=2))
+    assert engine.offered(prompt(16, seed=2)) == Lookup(16)
+    assert engine.totals.counters["evicted_blocks"] == 0
+
+
+def test_a_store_under_way_at_a_reset_is_dropped() -> None:
+    engine = Engine()
+    engine.jobs.hold()
+    engine.add(prompt(16))
+    engine.step()
+    assert engine.scheduler.reset()
+    assert engine.offered(prompt(16)) == MISS, "nobody waits for it"
+    engine.jobs.let_go()
+    engine.run()
+    assert engine.offered(prompt(16)) == MISS
+    assert engine.totals.counters["stored_blocks"] == 0
+    engine.check_idle()
+
+
+def test_a_store_that_fails_after_a_reset_takes_nothing_with_it() -> None:
+    engine = Engine(Setup(prefix_caching=False))
+    engine.jobs.hold()
+    engine.add(prompt(16))
+    engine.step()
+    (old,) = engine.jobs.stores
+    engine.scheduler.reset()
+    engine.add(prompt(16))
+    engine.step()
+    (_, new) = engine.jobs.stores
+    engine.jobs.fail(old)
+    engine.step()
+    assert not engine.offered(prompt(16)).ready, "the new store is still under way"
+    engine.jobs.complete(new)
+    engine.step()
+    assert engine.offered(prompt(16)) == Lookup(16)
+    engine.check_idle()
+
+
+def test_a_reset_beside_a_load_has_to_be_repeated() -> None:
+    engine = Engine()
+    engine.serve(prompt(16))
+    engine.forget_local()
+    engine.jobs.hold()
+    request = engine.add(prompt(16))
+    engine.step()
+    assert not engine.scheduler.reset()
+    assert not engine.scheduler.reset()
+    engine.jobs.let_go()
+    engine.run()
+    assert request.phase is Phase.FINISHED
+    assert engine.reset()
+    assert engine.offered(prompt(16)) == MISS
+    engine.check_idle()
+
+
+def test_a_load_that_fails_after_a_reset_leaves_the_new_keys() -> None:
+    engine = Engine(Setup(prefix_caching=False), host_blocks=4)
+    engine.serve(prompt(16))
+    engine.jobs.hold()
+    engine.add(prompt(16))
+    engine.step()
+    (load,) = engine.jobs.loads
+    engine.scheduler.reset()
+    engine.jobs.fail(load)
+    engine.step()
+    engine.jobs.let_go()
+    engine.run()
+    assert engine.offered(prompt(16)) == Lookup(16), "recomputed and stored"
+    engine.check_idle()
+
+
+def test_a_reset_is_an_event() -> None:
+    engine = Engine(host_blocks=4)
+    engine.serve(prompt(16, seed=1), prompt(4, seed=2))
+    engine.scheduler.reset()
+    events = engine.scheduler.take_events()
+    kinds = [type(event) for event in events]
+    assert kinds == [BlockStored] * 4 + [BlockRemoved, BlockStored, AllBlocksCleared]
+    assert {getattr(event, "medium", "CPU") for event in events} == {"CPU"}
+    assert engine.scheduler.take_events() == []
