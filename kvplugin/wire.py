@@ -31,6 +31,6 @@ def decode(data: bytes, kind: type[T]) -> T:
     except (ValueError, msgspec.ValidationError, msgpack.UnpackException) as error:
         why = str(error) or type(error).__name__
         raise IntegrityError(
-            f"not a valid {kind.__name__} ({why}); install one version of kvplugin "
-            "everywhere"
+            f"not a valid {kind.__name__}: {why}. Messages differ between versions: "
+            "install one version of kvplugin everywhere"
         ) from error
