@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import pluggy
 
@@ -66,7 +66,7 @@ def registered_commands() -> "list[click.Command]":
     owners: dict[str, str] = {}
     for plugin in load_plugins().hook.kvp_register_commands.get_hookimpls():
         with _blaming(plugin.plugin_name):
-            answer: Sequence[click.Command] = plugin.function()
+            answer = cast("Sequence[click.Command]", plugin.function())
         for command in answer:
             name = command.name or ""
             if name in commands:
