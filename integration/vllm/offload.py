@@ -45,7 +45,8 @@ class KVPluginOffloadConnector(VllmConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def make_scheduler_half(self, engine: EngineInfo) -> SchedulerHalf:
-        if self._is_idle(engine):
+        if reason := _idle_reason(engine):
+            logger.warning("kvplugin offload is idle: %s", reason)
             return IdleScheduler()
         return self._start(
             lambda: self._scheduler_half(engine), lambda _: IdleScheduler()
@@ -70,8 +71,8 @@ class KVPluginOffloadConnector(VllmConnector):
 
     def make_worker_half(self, engine: EngineInfo) -> WorkerHalf:
         self._rank = engine.rank
-        if self._is_idle(engine):
-            return IdleWorker(engine.rank, "offload is idle")
+        if reason := _idle_reason(engine):
+            return IdleWorker(engine.rank, reason)
         return OffloadWorker(engine, self._config)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -82,21 +83,6 @@ class KVPluginOffloadConnector(VllmConnector):
         self.set_worker_half(
             self._start(register, lambda error: IdleWorker(self._rank, error))
         )
-
-    def _is_idle(self, engine: EngineInfo) -> bool:
-        """Nothing to do by request, or for models that are not served yet."""
-        kinds = [group.kind for group in engine.groups]
-        if is_disabled():
-            logger.info("kvplugin offload is off: KVPLUGIN_DISABLE=1")
-        elif len(kinds) != 1 or kinds[0] not in _SERVED:
-            logger.warning(
-                "kvplugin offload is idle: it serves models with one group of full "
-                "attention, this one has: %s",
-                ", ".join(kinds) or "no KV cache",
-            )
-        else:
-            return False
-        return True
 
     def _start(self, start: Callable[[], T], instead: Callable[[str], T]) -> T:
         try:
@@ -120,3 +106,17 @@ class KVPluginOffloadConnector(VllmConnector):
     @classmethod
     def build_prom_metrics(cls, *arguments: Any) -> OffloadPromMetrics:
         return OffloadPromMetrics(*arguments)
+
+
+def _idle_reason(engine: EngineInfo) -> str:
+    """Why there is nothing to do: by request, or for models that are not served yet.
+    Empty if there is something to do."""
+    kinds = [group.kind for group in engine.groups]
+    if is_disabled():
+        return "KVPLUGIN_DISABLE=1"
+    if len(kinds) == 1 and kinds[0] in _SERVED:
+        return ""
+    return (
+        "it serves models with one group of full attention, this one has: "
+        f"{', '.join(kinds) or 'no KV cache'}"
+    )

@@ -1,5 +1,6 @@
 """Stock vLLM in a child process that runs functions of the tests beside the engine."""
 
+import contextlib
 import multiprocessing
 import os
 import traceback
@@ -104,14 +105,16 @@ def _serve(
         from vllm import LLM
 
         llm = LLM(**engine)
-        pipe.send((True, None))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        return
+    pipe.send((True, None))
+    with contextlib.suppress(EOFError):
         while True:
             function, args = pipe.recv()
             pipe.send(_call(function, llm, args))
-    except (EOFError, BrokenPipeError):
-        return
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
+    # Its own processes, where it has them, would outlive this one.
+    llm.llm_engine.engine_core.shutdown()
 
 
 def _call(function: Callable[..., Any], llm: Any, args: Any) -> tuple[bool, Any]:

@@ -96,15 +96,16 @@ def test_in_processes_of_their_own_scheduler_and_worker_find_each_other(start_ti
 
 
 def test_a_model_with_several_groups_runs_as_if_without_it(start_engine, gemma):
-    without = start_engine(model=str(gemma), skip_tokenizer_init=True)
+    hybrid = {
+        "model": str(gemma),
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    without = start_engine(**hybrid)
     expected = without.run(asking.ask_one, PROMPT)
     groups = without.run(asking.number_of_groups)
     without.close()
-    engine = start_engine(
-        model=str(gemma),
-        skip_tokenizer_init=True,
-        kv_transfer_config=offload(64 << 20),
-    )
+    engine = start_engine(**hybrid, kv_transfer_config=offload(64 << 20))
     assert_same(expected, engine.run(asking.ask_one, PROMPT))
     assert engine.run(asking.number_of_groups) == groups > 1
     log = engine.log.read_text()
