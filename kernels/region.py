@@ -5,10 +5,13 @@ Types shared by `host.py` and its engines.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+MAX_BLOCKS: Final = 1 << 31
+"""Ids have 31 bits, so that a pair of them is one int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,8 @@ class Region:
     names exists for as long as anything copies from or to it.
 
     Raises:
-        ValueError: a size is not positive, or runs would overlap.
+        ValueError: a value is not positive, runs would overlap, or there are more
+            than `MAX_BLOCKS`.
     """
 
     address: int
@@ -40,6 +44,8 @@ class Region:
                 f"stride {self.stride} is smaller than nbytes {self.nbytes}: the runs "
                 "of neighbouring blocks would overlap"
             )
+        if self.blocks > MAX_BLOCKS:
+            raise ValueError(f"blocks {self.blocks} is more than {MAX_BLOCKS}")
 
     def continues(self, other: "Region") -> bool:
         """Whether each run starts where the same block's run of `other` ends."""

@@ -4,7 +4,8 @@ A process each: an engine's memory and threads are gone when the next one starts
 vLLM's output goes to a log file, not between the lines of the demo.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,22 +40,23 @@ def run_engine(job: Job, log: Path, show: Callable[[Message], None]) -> EngineRu
         EngineError: the process ended before its last answer.
     """
     started, answers, finished = Started(0.0), [], None
-    for message in _messages(job, log):
-        show(message)
-        match message:
-            case Started():
-                started = message
-            case Answer():
-                answers.append(message)
-            case Finished():
-                finished = message
+    with closing(_messages(job, log)) as messages:
+        for message in messages:
+            show(message)
+            match message:
+                case Started():
+                    started = message
+                case Answer():
+                    answers.append(message)
+                case Finished():
+                    finished = message
     if finished is None:
         raise EngineError(_obituary(log))
     return EngineRun(start_s=started.seconds, answers=answers, totals=finished.totals)
 
 
-def _messages(job: Job, log: Path) -> Iterator[Message]:
-    """What the process says until it ends; it never outlives this iterator."""
+def _messages(job: Job, log: Path) -> Generator[Message, None, None]:
+    """What the process says until it ends; it never outlives this generator."""
     # "spawn": vLLM must not inherit this process's threads and locks by a fork.
     context = get_context("spawn")
     receive, send = context.Pipe(duplex=False)
@@ -70,7 +72,7 @@ def _messages(job: Job, log: Path) -> Iterator[Message]:
         process.join()
 
 
-def _until_closed(receive: Connection) -> Iterator[Message]:
+def _until_closed(receive: Connection) -> Generator[Message, None, None]:
     while True:
         try:
             yield receive.recv()

@@ -9,12 +9,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvplugin.integration.demo.environment import ENVIRONMENT, transfer_config
+from kvplugin.integration.demo.environment import ENVIRONMENT
 from kvplugin.integration.demo.model import KV_BYTES_PER_TOKEN
 from kvplugin.integration.demo.prompts import Prompt
 from kvplugin.integration.demo.results import Answer
 from kvplugin.integration.demo.scale import BLOCK_TOKENS, Scale
 from kvplugin.integration.demo.totals import read_sources, read_totals
+from kvplugin.integration.vllm.render import offload_transfer_config
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def _start(job: Job) -> Any:
 
     offload = {}
     if job.cpu_bytes is not None:
-        offload["kv_transfer_config"] = transfer_config(job.cpu_bytes)
+        offload["kv_transfer_config"] = offload_transfer_config(
+            {"cpu_bytes_to_use": job.cpu_bytes}
+        )
     return LLM(
         str(job.model),
         max_model_len=job.scale.prefix_tokens + 2 * BLOCK_TOKENS,

@@ -51,4 +51,6 @@ class Scale:
 
 
 FULL: Final = Scale(documents=4, visits=3, questions=2, chunks=3, cache_blocks=72)
-QUICK: Final = Scale(documents=3, visits=2, questions=2, chunks=1, cache_blocks=20)
+QUICK: Final = Scale(
+    documents=3, visits=2, questions=2, chunks=1, cache_blocks=20, answer_tokens=8
+)

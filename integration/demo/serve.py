@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +15,9 @@ from types import FrameType
 from typing import Final
 
 from kvplugin.errors import ConfigError, KVPluginError
-from kvplugin.integration.demo.environment import ENVIRONMENT, transfer_config
+from kvplugin.integration.demo.environment import ENVIRONMENT
 from kvplugin.integration.demo.model import MODEL_NAME
+from kvplugin.integration.vllm.render import offload_transfer_config
 
 HOST: Final = "127.0.0.1"
 KV_CACHE_BYTES: Final = 512 << 20
@@ -55,7 +55,9 @@ def command(model: Path, port: int) -> list[str]:
         "--host": HOST,
         "--port": str(port),
         "--kv-cache-memory-bytes": str(KV_CACHE_BYTES),
-        "--kv-transfer-config": json.dumps(transfer_config(CPU_BYTES)),
+        "--kv-transfer-config": json.dumps(
+            offload_transfer_config({"cpu_bytes_to_use": CPU_BYTES})
+        ),
         # The probes of `_wait_until_healthy` are no news.
         "--disable-access-log-for-endpoints": "/health",
     }
@@ -153,5 +155,5 @@ def _healthy(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5) as reply:
             return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
+    except OSError:
         return False

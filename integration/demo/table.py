@@ -49,7 +49,7 @@ def verdict(comparison: Comparison) -> str:
 def _remarks(comparison: Comparison) -> Iterator[Text]:
     if not comparison.steady:
         yield Text(
-            "The same work took up to twice as long, or longer: something else uses "
+            "Equal work took more than twice as long at times: something else uses "
             "this machine's cores.",
             style="yellow",
         )

@@ -1,0 +1,1 @@
+"""What authors of connectors and policies test with; imports nothing heavy."""

@@ -51,7 +51,9 @@ class FakeTransport:
         held: whether jobs wait for the test from the start.
     """
 
-    def __init__(self, execute: Callable[[CopyJob], int], *, held: bool = False):
+    def __init__(
+        self, execute: Callable[[CopyJob], int], *, held: bool = False
+    ) -> None:
         self.held = held
         self.submitted: list[CopyJob] = []
         """Every job there ever was, oldest first."""
@@ -129,7 +131,7 @@ class FakeTransport:
             self.complete(job_id)
 
     def fail(self, job_id: int, error: str = "failed by the test") -> None:
-        """End the job with an error and without moving a byte."""
+        """End the job with an error; moves nothing."""
         self._end(CopyResult(job_id, error=error))
 
     def tear(self, job_id: int, blocks: int, error: str = "torn by the test") -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine import asking, faults
-from tests.engine.asking import BLOCK, assert_same
+from tests.engine.asking import BLOCK, assert_close, assert_same
 from tests.engine.host import EngineStartError, offload
 from tests.engine.prompts import tokens
 
@@ -93,6 +93,44 @@ def test_in_processes_of_their_own_scheduler_and_worker_find_each_other(start_ti
     log = engine.log.read_text()
     assert re.search(r"\(EngineCore pid=\d+\).* kvplugin offload: \d+ blocks", log)
     assert re.search(r"\(Worker pid=\d+\).* kvplugin offload: rank 0", log)
+
+
+@pytest.mark.full
+def test_two_ranks_each_keep_their_part(start_tiny):
+    engine = start_tiny(
+        environment={
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        },
+        tensor_parallel_size=2,
+        kv_transfer_config=offload(64 << 20),
+    )
+    engine.run(asking.ask_one, PROMPT)
+    local = engine.run(asking.ask_one, PROMPT)
+    assert engine.run(asking.reset_within_a_second)
+    loaded = engine.run(asking.ask_one, PROMPT)
+
+    assert loaded.cached_tokens == 3 * BLOCK
+    assert_same(local, loaded)
+    log = engine.log.read_text()
+    assert {rank for rank in "01" if f"kvplugin offload: rank {rank} keeps" in log} == {
+        "0",
+        "1",
+    }
+
+
+def test_with_local_caching_off_host_memory_still_serves(start_tiny):
+    engine = start_tiny(
+        enable_prefix_caching=False, kv_transfer_config=offload(64 << 20)
+    )
+    first = engine.run(asking.ask_one, PROMPT)
+    second = engine.run(asking.ask_one, PROMPT)
+    third = engine.run(asking.ask_one, PROMPT)
+
+    assert (first.cached_tokens, second.cached_tokens) == (0, 3 * BLOCK)
+    assert_close(first, second)
+    assert_same(second, third)
+    assert not any(engine.run(asking.balance).values())
 
 
 def test_a_model_with_several_groups_runs_as_if_without_it(start_engine, gemma):

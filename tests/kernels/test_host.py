@@ -262,6 +262,7 @@ def test_ids_must_be_in_every_region() -> None:
         ((4096, 8, 8, 0), "blocks 0 is not positive"),
         ((4096, 7, 8, 1), "stride 7 is smaller than nbytes 8"),
         ((4096, -8, 8, 1), "stride -8 is smaller than nbytes 8"),
+        ((4096, 8, 8, 2**31 + 1), "blocks 2147483649 is more than 2147483648"),
     ],
 )
 def test_bad_regions(values: tuple[int, int, int, int], message: str) -> None:
@@ -325,9 +326,10 @@ def progress() -> Iterator[Callable[[], int]]:
             time.sleep(0)
 
     interval = sys.getswitchinterval()
+    # before the thread starts: a wait that has begun keeps the interval it began with
+    sys.setswitchinterval(60)
     thread = threading.Thread(target=tick)
     thread.start()
-    sys.setswitchinterval(60)
     try:
         yield lambda: next(ticks)
     finally:
@@ -340,7 +342,7 @@ def test_copies_leave_the_gil(engine: str, progress: Callable[[], int]) -> None:
     source, target = dense(1 << 20, 8, 1), dense(1 << 20, 8, 2)
     copier = BlockCopier(source.regions, target.regions, engine=engine)
     ids, order = list(range(8)), [3, 1, 4, 0, 5, 7, 2, 6]
-    for _ in range(100):
+    for _ in range(1000):
         before = progress()
         bytes(source.buffer)  # holds the GIL, as long as a copy takes
         held = progress()
@@ -349,7 +351,7 @@ def test_copies_leave_the_gil(engine: str, progress: Callable[[], int]) -> None:
         assert held == before + 1
         if after > held + 1:
             return
-    pytest.fail("no other thread ran during 100 copies")
+    pytest.fail("no other thread ran during 1000 copies")
 
 
 def test_copies_in_two_threads(engine: str) -> None:

@@ -61,10 +61,11 @@ class RankMemory:
     ) -> None:
         self.broken = False
         """Whether copies raise."""
+        self.host = {host: [POISON] * block_size for host in range(host_blocks)}
+        """What each host block holds."""
         self._rank = rank
         self._block_size = block_size
         self._blocks = [[POISON] * block_size for _ in range(num_blocks)]
-        self._host = {host: [POISON] * block_size for host in range(host_blocks)}
         self._in_use = in_use
         self._awaits_load = awaits_load
 
@@ -108,9 +109,9 @@ class RankMemory:
             for block, host in zip(engine_ids, host_ids, strict=True):
                 assert self._in_use(block), f"job {job.id} uses free block {block}"
                 if job.store:
-                    self._host[host] = list(self._blocks[block])
+                    self.host[host] = list(self._blocks[block])
                 else:
                     assert self._awaits_load(block), f"block {block} awaits no load"
-                    self._blocks[block] = list(self._host[host])
+                    self._blocks[block] = list(self.host[host])
                 moved += BLOCK_BYTES
         return moved

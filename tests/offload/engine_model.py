@@ -23,6 +23,7 @@ from kvplugin.contract import (
     Lookup,
     ScheduledRequest,
     Step,
+    WorkerHalf,
     WorkerOutcome,
 )
 from kvplugin.testing.transport import FakeTransport
@@ -101,7 +102,7 @@ class Engine:
         self._rows = Rows(self.setup, self.pool, self.memories)
         self.transports = [FakeTransport(memory.execute) for memory in self.memories]
         self.jobs = Jobs(self.transports)
-        self.workers = [
+        self.workers: list[WorkerHalf] = [
             OffloadWorker(self.setup.info(rank), config, self._giving(transport))
             for rank, transport in enumerate(self.transports)
         ]
@@ -178,7 +179,7 @@ class Engine:
 
     def offered(self, tokens: Sequence[int]) -> Lookup:
         """What host memory has for a request that begins with `tokens`."""
-        request = self._view(Request("question", [*tokens, 0], 1, self.setup))
+        request = self.view(Request("question", [*tokens, 0], 1, self.setup))
         answer = self.scheduler.lookup(request, 0)
         assert not self.scheduler.finished(request)
         return answer
@@ -265,7 +266,7 @@ class Engine:
         if not budget or not self._rows.grow(work):
             return
         if self.setup.announces_resumed:
-            self.scheduler.allocated(self._view(request), (request.row,), 0)
+            self.scheduler.allocated(self.view(request), (request.row,), 0)
             work.new_blocks = []
         self.holding.remove(request)
         self._run(request)
@@ -293,12 +294,12 @@ class Engine:
             self._park(request)
         else:
             self._run(request)
-        self.scheduler.allocated(self._view(request), (request.row,), external_tokens)
+        self.scheduler.allocated(self.view(request), (request.row,), external_tokens)
         work.new_blocks = []
         return work
 
     def _lookup(self, request: Request, num_local_tokens: int) -> Lookup:
-        view = self._view(request)
+        view = self.view(request)
         answer = self.scheduler.lookup(view, num_local_tokens)
         again = self.scheduler.lookup(view, num_local_tokens)
         assert answer == again, "a lookup has changed the next one"
@@ -338,7 +339,8 @@ class Engine:
         self.waiting.insert(0, request)
         preempted.add(request.request_id)
 
-    def _view(self, request: Request) -> View:
+    def view(self, request: Request) -> View:
+        """The request as connectors see it."""
         view = View(request)
         self._views.add(view)
         return view
@@ -422,7 +424,7 @@ class Engine:
                 queue.remove(request)
         request.phase = Phase.FINISHED
         is_loading = request.request_id in self._loads
-        if self.scheduler.finished(self._view(request)):
+        if self.scheduler.finished(self.view(request)):
             # vLLM forgets a request at the first of its two announcements, and dies
             # of the second.
             assert not is_loading, "its end would be announced twice"

@@ -117,6 +117,16 @@ def test_a_poll_waits_for_all_that_is_under_way(thread: CopyThread, gate: Gate) 
     assert [result.id for result in thread.poll(HANG_SECONDS)] == [1, 2]
 
 
+def test_a_poll_that_has_a_result_still_waits_for_the_rest(gate: Gate) -> None:
+    copies = CopyThread(lambda job: 0 if job.id == 1 else gate(job))
+    copies.submit(store(1))
+    copies.submit(store(2))
+    gate.wait_for_a_job()
+    threading.Timer(0.01, gate.open).start()
+    assert [result.id for result in copies.poll(HANG_SECONDS)] == [1, 2]
+    copies.close()
+
+
 def test_a_poll_waits_no_longer_than_told(thread: CopyThread, gate: Gate) -> None:
     thread.submit(store(1))
     gate.wait_for_a_job()
@@ -162,13 +172,13 @@ def test_a_closed_thread_takes_no_jobs_and_may_be_closed_again(gate: Gate) -> No
 def test_a_job_that_is_submitted_from_the_copy_of_another_is_not_lost() -> None:
     def execute(job: CopyJob) -> int:
         if job.store:
-            thread.submit(load(2))
+            copies.submit(load(2))
         return 0
 
-    thread = CopyThread(execute)
-    thread.submit(store(1))
-    assert {result.id for result in results(thread, 2)} == {1, 2}
-    thread.close()
+    copies = CopyThread(execute)
+    copies.submit(store(1))
+    assert {result.id for result in results(copies, 2)} == {1, 2}
+    copies.close()
 
 
 def test_many_submitters_and_one_poller_lose_no_job(gate: Gate) -> None:

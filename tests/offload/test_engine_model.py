@@ -86,21 +86,18 @@ def test_the_bytes_of_another_rank_are_noticed() -> None:
     engine.serve(prompt(16))
     engine.forget_local()
     first, second = engine.memories
-    first._host, second._host = second._host, first._host
+    first.host, second.host = second.host, first.host
     with pytest.raises(AssertionError, match="expected"):
         engine.serve(prompt(16))
 
 
 def test_a_request_that_is_remembered_is_noticed() -> None:
     engine = Engine()
-    keeper = []
-    engine.serve(prompt(16))
-    keeper.append(engine.add(prompt(8)))
-    view = engine._view(keeper[0])
-    engine.run()
+    (request,) = engine.serve(prompt(16))
+    kept = engine.view(request)
     with pytest.raises(AssertionError, match="remembers requests"):
         engine.check_idle()
-    del view
+    del kept
     engine.check_idle()
 
 

@@ -1,11 +1,15 @@
 """A host memory that is too small: what stays in it must be of use."""
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import pytest
 
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.scheduler import OffloadScheduler
 from kvplugin.contract import MISS, Lookup
 from kvplugin.errors import CapacityError, ConfigError
+from kvplugin.policies.eviction import EVICTION_POLICIES, LRU, BlockContext
 from tests.offload.content import BLOCK_BYTES
 from tests.offload.engine_model import Engine
 from tests.offload.jobs import blocks_of
@@ -92,6 +96,16 @@ class TestHeadBeforeTail:
         assert engine.offered(prompt(32)) == Lookup(16)
 
 
+class HeardHits(LRU):
+    """LRU that keeps account of what it is told of hits."""
+
+    heard: ClassVar[list[list[int]]] = []
+
+    def hit(self, ids: Sequence[int], ctx: BlockContext) -> None:
+        self.heard.append(list(ids))
+        super().hit(ids, ctx)
+
+
 class TestRoom:
     def test_room_is_made_of_what_was_used_least_recently(self) -> None:
         engine = Engine(host_blocks=8)
@@ -99,6 +113,18 @@ class TestRoom:
         assert engine.offered(prompt(16, seed=1)) == Lookup(16)
         assert engine.offered(prompt(16, seed=2)) == MISS
         assert engine.totals.counters["evicted_blocks"] == 4
+
+    def test_only_a_load_is_a_hit_for_the_eviction_policy(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(EVICTION_POLICIES, "heard", HeardHits)
+        monkeypatch.setattr(HeardHits, "heard", [])
+        engine = Engine(eviction_policy="heard")
+        engine.serve(prompt(16), prompt(16))
+        assert HeardHits.heard == []
+        engine.forget_local()
+        engine.serve(prompt(16))
+        assert HeardHits.heard == [[1, 2, 3]]
 
     @pytest.mark.parametrize("ranks", [1, 2, 4])
     def test_host_memory_is_shared_by_all_ranks(self, ranks: int) -> None:

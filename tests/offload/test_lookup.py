@@ -298,13 +298,13 @@ class TestWhatIsStored:
         assert engine.offered(prompt(24)) == Lookup(24)
 
     def test_a_preempted_request_is_not_watched(self) -> None:
-        engine = Engine(Setup(usable_blocks=6, token_budget=8))
-        engine.add(prompt(8, seed=1), max_new_tokens=8)
+        engine = Engine(Setup(usable_blocks=6), offload_prompt_only=False)
+        first = engine.add(prompt(8, seed=1), max_new_tokens=8)
         second = engine.add(prompt(8, seed=2), max_new_tokens=8)
         while second.row or not second.output:
             engine.step()
         assert second.phase is Phase.WAITING
-        assert list(engine.scheduler.watched) == []
+        assert list(engine.scheduler.watched) == [first.request_id]
 
     def test_only_requests_with_something_to_store_are_watched(self) -> None:
         engine = Engine()

@@ -1,5 +1,6 @@
 """Completion is a count over ranks; reports may come in any order, late and twice."""
 
+import msgpack
 import pytest
 
 from kvplugin.connectors.offload.messages import VERSION, Completion, Report
@@ -170,12 +171,15 @@ class TestUnexpectedReports:
         with pytest.raises(IntegrityError, match="not a valid Report"):
             engine.scheduler.apply([data])
 
-    def test_a_plan_of_another_version_is_refused(self) -> None:
-        engine, _ = storing()
-        plan = engine.plan
-        assert plan[:2] == b"\x96\x01", "an array of six, the version first"
-        with pytest.raises(IntegrityError, match="install one version of kvplugin"):
-            engine.workers[0].begin_step(plan[:1] + b"\x02" + plan[2:])
+    def test_messages_of_another_version_are_refused(self) -> None:
+        engine, store = storing()
+        for message, hear in (
+            (engine.plan, engine.workers[0].begin_step),
+            (report(store, 0), lambda data: engine.scheduler.apply([data])),
+        ):
+            version, *fields = msgpack.unpackb(message)
+            with pytest.raises(IntegrityError, match="install one version of kvplugin"):
+                hear(msgpack.packb([version + 1, *fields]))
 
 
 class TestDrain:
