@@ -16,11 +16,9 @@ REPEATS = 7
 @click.command("start")
 def main() -> None:
     """Seconds of `import kvplugin` (the bar is 0.1)."""
+    command = [sys.executable, "-c", PROGRAM]
     taken = [
-        float(subprocess.run([sys.executable, "-c", PROGRAM], **_QUIET).stdout)
+        float(subprocess.run(command, check=True, capture_output=True).stdout)
         for _ in range(REPEATS)
     ]
     click.echo(f"import kvplugin: {statistics.median(taken) * 1e3:.0f} ms\n")
-
-
-_QUIET = {"check": True, "capture_output": True, "text": True}
