@@ -25,7 +25,7 @@ def parse_config(kind: type[T], settings: Mapping[str, Any], where: str) -> T:
     known = [field.encode_name for field in msgspec.structs.fields(kind)]
     for key in settings:
         if key not in known:
-            raise unknown_name("key", key, known, where)
+            raise unknown_name("key", str(key), known, where)
     try:
         return msgspec.convert(settings, kind)
     except (msgspec.ValidationError, ConfigError) as error:

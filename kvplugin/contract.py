@@ -9,7 +9,8 @@ One request walks through them like this:
    is parked until its load is reported.
 3. `plan_step` closes the scheduling step: an opaque message to all worker halves
    (loads of step 2, stores of blocks that this step completes).
-4. Each worker half gets `begin_step`, the engine computes, `end_step`, `poll`.
+4. Each worker half gets `begin_step`, the engine computes, `end_step`, `poll` (or
+   `poll`, `end_step` where a drafter writes KV after the forward).
 5. `poll` says which requests' loads ended, and how; its `report` goes back to
    `SchedulerHalf.apply`, which counts completions over ranks.
 6. `finished` ends the request; blocks that transfers still read stay referenced
@@ -20,6 +21,7 @@ Messages between the halves are bytes (see `kvplugin.wire`); an empty message me
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple, Protocol
@@ -178,6 +180,10 @@ class SchedulerHalf(Protocol):
 
     def apply(self, reports: Iterable[bytes]) -> None:
         """Reports of worker halves, in any order; late and repeated ones too."""
+
+    def distrust(self, block_ids: AbstractSet[int]) -> None:
+        """Blocks of the engine hold no valid bytes after all (somebody's load failed);
+        said before `apply` of the same step."""
 
     def finished(self, request: RequestView) -> bool:
         """The request ended (aborted or not). True: its end is to be announced by

@@ -1,11 +1,11 @@
 """The keys of the offload connector's configuration."""
 
-import math
 from typing import Literal
 
 import msgspec
 
 from kvplugin.errors import ConfigError
+from kvplugin.policies.eviction import make_eviction_policy
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,16 +29,18 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     """If the connector cannot start: end the engine, or run it without offload."""
 
     def __post_init__(self) -> None:
-        for key, least in _LEAST.items():
+        for key, (least, most) in _LIMITS.items():
             value = getattr(self, key)
-            if value is not None and not least <= value < math.inf:
-                raise ConfigError(f"{key}={value} must be finite, at least {least}")
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"{key}={value} must be from {least} to {most}")
+        make_eviction_policy(self.eviction_policy)  # refuses unknown names
 
 
-_LEAST = {
-    "cpu_bytes_to_use": 1,
-    "blocks_per_chunk": 1,
-    "min_load_tokens": 1,
-    "copy_wait_ms": 0,
-    "lookup_wait_ms": 0,
+_HOUR_MS = 3_600_000
+_LIMITS = {
+    "cpu_bytes_to_use": (1, 2**60),
+    "blocks_per_chunk": (1, 2**20),
+    "min_load_tokens": (1, 2**40),
+    "copy_wait_ms": (0, _HOUR_MS),
+    "lookup_wait_ms": (0, _HOUR_MS),
 }

@@ -1,6 +1,7 @@
 """Halves that do nothing: for models not served yet, and for a disabled connector."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from kvplugin.connectors.offload.messages import VERSION, Completion, Plan, Report
 from kvplugin.contract import (
@@ -44,6 +45,9 @@ class IdleScheduler:
 
     def apply(self, reports: Iterable[bytes]) -> None:
         del reports
+
+    def distrust(self, block_ids: AbstractSet[int]) -> None:
+        del block_ids
 
     def finished(self, request: RequestView) -> bool:
         del request

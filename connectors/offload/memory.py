@@ -1,8 +1,11 @@
 """Host memory for KV blocks: anonymous pages, huge where the kernel has them."""
 
+import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 from kvplugin.errors import CapacityError
 
@@ -11,14 +14,22 @@ def check_machine_memory(nbytes: int) -> None:
     """Refuse what can never fit.
 
     Raises:
-        CapacityError: the machine has less than `nbytes` bytes of memory.
+        CapacityError: the machine, or this process's control group, has less than
+            `nbytes` bytes of memory.
     """
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits())
     if nbytes > total:
         raise CapacityError(
             f"{nbytes} bytes of host memory wanted, the machine has {total}: "
             "lower cpu_bytes_to_use"
         )
+
+
+def _limits() -> Iterator[int]:
+    """Memory limits of the control group as a container sees them (v2, then v1)."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # none, or the word "max"
+            yield int((_CGROUP / name).read_text())
 
 
 class HostMemory:
@@ -58,3 +69,4 @@ class HostMemory:
 
 
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+_CGROUP = Path("/sys/fs/cgroup")

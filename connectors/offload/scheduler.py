@@ -4,8 +4,10 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from kvplugin.connectors.metrics import Counters
+from kvplugin.connectors.offload.capacity import host_slots
 from kvplugin.connectors.offload.chunks import Chunk, Chunking
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.host_tier import HostTier
@@ -30,7 +32,7 @@ from kvplugin.contract import (
     Stats,
     Step,
 )
-from kvplugin.errors import CapacityError, IntegrityError
+from kvplugin.errors import IntegrityError
 from kvplugin.events import KVCacheEvent
 from kvplugin.wire import decode, encode
 
@@ -73,7 +75,7 @@ class OffloadScheduler:
             group, config.blocks_per_chunk, engine.hash_block_size
         )
         self._min_load = config.min_load_tokens or group.block_size
-        self._num_slots = _slots_that_fit(engine, config)
+        self._num_slots = host_slots(engine, config)
         self._tier = HostTier(
             self._num_slots,
             config.eviction_policy,
@@ -304,6 +306,13 @@ class OffloadScheduler:
                     del self._jobs[done.id]
                     self._ended(job)
 
+    def distrust(self, block_ids: AbstractSet[int]) -> None:
+        """The engine says that these blocks of its own hold no valid bytes: what is
+        being stored from them will not be kept."""
+        for job in self._jobs.values():
+            if isinstance(job, StoreJob) and not block_ids.isdisjoint(job.engine_ids):
+                job.error = "the engine reported a source block as invalid"
+
     def _ended(self, job: StoreJob | LoadJob) -> None:
         if isinstance(job, StoreJob):
             self._store_ended(job)
@@ -449,16 +458,3 @@ class OffloadScheduler:
         evicted = self._tier.take_evictions()
         if evicted:
             self._counters.add("evicted_blocks", evicted * per_chunk)
-
-
-def _slots_that_fit(engine: EngineInfo, config: OffloadConfig) -> int:
-    (group,), ranks = engine.groups, engine.world_size
-    chunk_bytes = group.block_bytes * config.blocks_per_chunk * ranks
-    slots = int(config.cpu_bytes_to_use // chunk_bytes)
-    if slots < 1:
-        raise CapacityError(
-            f"cpu_bytes_to_use={config.cpu_bytes_to_use:.0f} holds no chunk: "
-            f"{config.blocks_per_chunk} blocks of {group.block_size} tokens on "
-            f"{ranks} ranks need {chunk_bytes} bytes"
-        )
-    return slots

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from kvplugin.connectors.offload.capacity import host_slots
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.copy_thread import CopyThread
 from kvplugin.connectors.offload.host_copies import HostCopies
@@ -48,23 +49,27 @@ class OffloadWorker:
         make_transport: Callable[[int], Transport] | None = None,
     ) -> None:
         self._engine = engine
+        self._config = config
         self._wait = config.copy_wait_ms / 1e3
         self._make_transport = make_transport or self._copy_thread
         self._tensors: Mapping[str, KVTensor] = {}
         self._copies: HostCopies | None = None
         self._transport: Transport | None = None
-        self._plan: Plan | None = None
+        self._host_blocks = 0
         self._step = -1
+        self._unsaid: Plan | None = None
+        self._to_store: Sequence[CopyOrder] = ()
         self._loads: dict[int, CopyOrder] = {}
         self._stores: set[int] = set()
         self._results: list[CopyResult] = []
 
     def register(self, tensors: Mapping[str, KVTensor]) -> None:
-        """Check that every layer's pages can be moved.
+        """Check that every layer's pages can be moved, and set host memory aside.
 
         Raises:
             LayoutMismatchError: a layer is missing, or its tensor is not laid out as
                 its page promises.
+            CapacityError: the machine has not so much memory.
         """
         missing = [
             layer
@@ -77,6 +82,19 @@ class OffloadWorker:
                 f"no KV tensor for layers {missing}; the engine gave {list(tensors)}"
             )
         self._copies = HostCopies(self._engine.groups, tensors)
+        self._open(
+            host_slots(self._engine, self._config) * self._config.blocks_per_chunk
+        )
+
+    def _open(self, host_blocks: int) -> None:
+        """Be ready for jobs. Again with a larger number where the pipeline's ranks
+        hold unequal layers and the scheduler half counts more blocks than this one:
+        that is known from the first plan, before any job."""
+        if host_blocks > self._host_blocks:
+            if self._transport is not None:
+                self._transport.close()
+            self._transport = self._make_transport(host_blocks)
+            self._host_blocks = host_blocks
 
     def _copy_thread(self, host_blocks: int) -> Transport:
         if self._copies is None:
@@ -95,28 +113,37 @@ class OffloadWorker:
         Raises:
             IntegrityError: the message is not a plan, or one of another version.
         """
-        self._plan = None
+        self._start_stores()  # of a step whose end was not announced: it is over
         if not plan:
             return
-        self._plan = decode(plan, Plan)
-        self._step = self._plan.step
-        if self._transport is None:
-            self._transport = self._make_transport(self._plan.host_blocks)
-        for order in self._plan.loads:
+        self._unsaid = message = decode(plan, Plan)
+        self._step = message.step
+        self._open(message.host_blocks)
+        for order in message.loads:
             self._loads[order.id] = order
-            self._transport.submit(_job(order, store=False))
+            self._submit(order, store=False)
+        self._to_store = message.stores
 
     def end_step(self) -> None:
-        """Start the plan's stores: the step has written what they read."""
-        if self._plan is None or self._transport is None:
-            return
-        for order in self._plan.stores:
+        """Start the plan's stores: the step has written what they read. Engines with
+        a drafter say so only after `poll`."""
+        self._start_stores()
+
+    def _start_stores(self) -> None:
+        orders, self._to_store = self._to_store, ()
+        for order in orders:
             self._stores.add(order.id)
-            self._transport.submit(_job(order, store=True))
+            self._submit(order, store=True)
+
+    def _submit(self, order: CopyOrder, *, store: bool) -> None:
+        if self._transport is None:
+            raise IntegrityError("a job before the first plan")
+        parts = [(part.group, part.engine_ids, part.host_ids) for part in order.parts]
+        self._transport.submit(CopyJob(order.id, store, parts))
 
     def poll(self) -> WorkerOutcome:
         """What ended, after waiting `copy_wait_ms` at most while copies run."""
-        plan, self._plan = self._plan, None
+        plan, self._unsaid = self._unsaid, None
         self._collect(self._wait)
         if plan is None and not self._results:
             return NOTHING_HAPPENED
@@ -140,6 +167,7 @@ class OffloadWorker:
     def drain(self) -> bytes:
         """Wait for the stores under way; loads that end meanwhile are kept for
         `poll`, which alone may say so to the engine."""
+        self._start_stores()
         self._collect(DRAIN_SECONDS if self._stores else 0.0)
         if self._stores:
             logger.error("%d stores do not end", len(self._stores))
@@ -169,11 +197,6 @@ class OffloadWorker:
             self._transport.close()
         if self._copies is not None:
             self._copies.close()
-
-
-def _job(order: CopyOrder, *, store: bool) -> CopyJob:
-    parts = [(part.group, part.engine_ids, part.host_ids) for part in order.parts]
-    return CopyJob(order.id, store, parts)
 
 
 def _engine_ids(order: CopyOrder) -> Sequence[int]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import click
 
 from kvplugin.integration.vllm.doctor import Verdict, examine
-from kvplugin.integration.vllm.render import offload_transfer_config, parse_setting
+from kvplugin.integration.vllm.render import offload_transfer_config, parse_settings
 
 
 @click.group()
@@ -33,8 +33,8 @@ def offload(
     Example: vllm serve MODEL --kv-transfer-config "$(kvplugin config offload
     cpu_bytes_to_use=8GiB)"
     """
-    chosen = dict(map(parse_setting, settings))
-    click.echo(json.dumps(offload_transfer_config(chosen, failure_policy)))
+    config = offload_transfer_config(parse_settings(settings), failure_policy)
+    click.echo(json.dumps(config))
 
 
 @click.command()

@@ -4,7 +4,6 @@ The class only translates: decisions are in the halves of `kvplugin.contract`.
 """
 
 import logging
-import os
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,11 +28,6 @@ logger = logging.getLogger("vllm.kvplugin.connector")
 _local_workers: WeakValueDictionary[str, WorkerHalf] = WeakValueDictionary()
 """Worker halves of this process by engine id: with the engine in one process, the
 scheduler half can have its last stores finished before the answer is returned."""
-
-
-def is_disabled() -> bool:
-    """Whether `KVPLUGIN_DISABLE=1` makes every entry point inert."""
-    return os.environ.get("KVPLUGIN_DISABLE", "") == "1"
 
 
 @dataclass
@@ -64,23 +58,31 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
         self._num_groups = len(kv_cache_config.kv_cache_groups)
+        self._engine_id = vllm_config.kv_transfer_config.engine_id
+        self._live: set[str] = set()
         self._outcome: WorkerOutcome = NOTHING_HAPPENED
         self._scheduler: SchedulerHalf
         self._worker: WorkerHalf
-        info = engine_info(vllm_config, kv_cache_config)
-        self._engine_id = info.engine_id
         if role is v1.KVConnectorRole.SCHEDULER:
-            self._scheduler = self.make_scheduler_half(info)
+            self._scheduler = self.make_scheduler_half()
         else:
-            self.set_worker_half(self.make_worker_half(info))
+            self.set_worker_half(self.make_worker_half())
 
     @abstractmethod
-    def make_scheduler_half(self, engine: EngineInfo) -> SchedulerHalf:
+    def make_scheduler_half(self) -> SchedulerHalf:
         """The half beside vLLM's scheduler."""
 
     @abstractmethod
-    def make_worker_half(self, engine: EngineInfo) -> WorkerHalf:
+    def make_worker_half(self) -> WorkerHalf:
         """The half of one rank."""
+
+    def engine_info(self) -> EngineInfo:
+        """This engine and rank in the contract's terms.
+
+        Raises:
+            ConfigError: context parallelism is on.
+        """
+        return engine_info(self._vllm_config, self._kv_cache_config)
 
     # -- scheduler -----------------------------------------------------------------
 
@@ -95,6 +97,7 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        self._live.add(request.request_id)
         if request.skip_reading_prefix_cache:
             return 0, False
         answer = self._scheduler.lookup(request, num_computed_tokens)
@@ -112,6 +115,8 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
         return PlanMetadata(half.plan_step(step(half, scheduler_output)))
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.invalid_block_ids:
+            self._scheduler.distrust(connector_output.invalid_block_ids)
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
             self._scheduler.apply(meta.reports)
@@ -125,12 +130,14 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         del block_ids
-        self._drain_local_stores()
+        self._live.discard(request.request_id)
+        if not self._live:
+            self._drain_local_stores()
         return self._scheduler.finished(request), None
 
     def _drain_local_stores(self) -> None:
         """In one process nobody steps the engine after the last answer: let the
-        stores it caused end now, so that they hold no block."""
+        stores under way end now, so that they hold no block."""
         worker = _local_workers.get(self._engine_id)
         if worker is not None and self._scheduler.has_pending_work():
             self._scheduler.apply(filter(None, [worker.drain()]))

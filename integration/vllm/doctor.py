@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
+from kvplugin.integration.vllm.environment import is_disabled
 from kvplugin.integration.vllm.versions import (
     PROBES,
     TESTED_VERSIONS,
@@ -39,8 +40,8 @@ def examine() -> Iterator[Finding]:
     installed = vllm_version()
     yield _vllm(installed)
     yield _entry_point()
-    if os.environ.get("KVPLUGIN_DISABLE") == "1":
-        yield Finding(Verdict.NOTE, "KVPLUGIN_DISABLE", "1: every entry point is inert")
+    if is_disabled():
+        yield Finding(Verdict.NOTE, "KVPLUGIN_DISABLE", "every entry point is inert")
     if installed is not None:
         for probe in PROBES:
             missing = probe.missing()

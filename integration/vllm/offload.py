@@ -10,12 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvplugin.connectors.config import parse_config
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.idle import IdleScheduler, IdleWorker
-from kvplugin.connectors.offload.memory import check_machine_memory
 from kvplugin.connectors.offload.metrics import METRICS
 from kvplugin.connectors.offload.scheduler import OffloadScheduler
 from kvplugin.connectors.offload.worker import OffloadWorker
 from kvplugin.contract import EngineInfo, GroupKind, SchedulerHalf, WorkerHalf
-from kvplugin.integration.vllm.connector import VllmConnector, is_disabled
+from kvplugin.errors import ConfigError
+from kvplugin.integration.vllm.connector import VllmConnector
+from kvplugin.integration.vllm.environment import is_disabled
 from kvplugin.integration.vllm.stats import VllmPromMetrics, VllmStats
 
 logger = logging.getLogger("vllm.kvplugin.offload")
@@ -36,28 +37,17 @@ class OffloadPromMetrics(VllmPromMetrics):
 class KVPluginOffloadConnector(VllmConnector):
     """Keeps KV blocks in host memory and loads them instead of recomputing."""
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        self._config = parse_config(
-            OffloadConfig,
-            vllm_config.kv_transfer_config.kv_connector_extra_config or {},
-            "kv_connector_extra_config",
-        )
-        super().__init__(vllm_config, role, kv_cache_config)
+    def make_scheduler_half(self) -> SchedulerHalf:
+        return self._start(self._scheduler_half, self._idle_scheduler)
 
-    def make_scheduler_half(self, engine: EngineInfo) -> SchedulerHalf:
-        if reason := _idle_reason(engine):
-            logger.warning("kvplugin offload is idle: %s", reason)
-            return IdleScheduler()
-        return self._start(
-            lambda: self._scheduler_half(engine), lambda _: IdleScheduler()
-        )
-
-    def _scheduler_half(self, engine: EngineInfo) -> SchedulerHalf:
-        check_machine_memory(int(self._config.cpu_bytes_to_use))
+    def _scheduler_half(self, config: OffloadConfig) -> SchedulerHalf:
+        engine = self.engine_info()
+        if reason := _unserved(engine):
+            return self._idle_scheduler(reason)
         events = self._vllm_config.kv_events_config
         half = OffloadScheduler(
             engine,
-            self._config,
+            config,
             enable_events=bool(events and events.enable_kv_cache_events),
         )
         block_bytes = engine.groups[0].block_bytes * engine.world_size
@@ -69,29 +59,54 @@ class KVPluginOffloadConnector(VllmConnector):
         )
         return half
 
-    def make_worker_half(self, engine: EngineInfo) -> WorkerHalf:
-        self._rank = engine.rank
-        if reason := _idle_reason(engine):
-            return IdleWorker(engine.rank, reason)
-        return OffloadWorker(engine, self._config)
+    def _idle_scheduler(self, reason: str) -> SchedulerHalf:
+        logger.warning("kvplugin offload is idle: %s", reason)
+        return IdleScheduler()
+
+    def make_worker_half(self) -> WorkerHalf:
+        return self._start(self._worker_half, self._idle_worker)
+
+    def _worker_half(self, config: OffloadConfig) -> WorkerHalf:
+        engine = self.engine_info()
+        if reason := _unserved(engine):
+            return self._idle_worker(reason)
+        return OffloadWorker(engine, config)
+
+    def _idle_worker(self, reason: str) -> WorkerHalf:
+        parallel = self._vllm_config.parallel_config
+        return IdleWorker(parallel.rank % parallel.world_size, reason)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        def register() -> WorkerHalf:
+        def register(config: OffloadConfig) -> WorkerHalf:
+            del config
             super(KVPluginOffloadConnector, self).register_kv_caches(kv_caches)
             return self._worker
 
-        self.set_worker_half(
-            self._start(register, lambda error: IdleWorker(self._rank, error))
-        )
+        self.set_worker_half(self._start(register, self._idle_worker))
 
-    def _start(self, start: Callable[[], T], instead: Callable[[str], T]) -> T:
+    def _start(
+        self, start: Callable[[OffloadConfig], T], idle: Callable[[str], T]
+    ) -> T:
+        """`start`, or `idle` with the reason where the user wants that instead."""
+        if is_disabled():
+            return idle("KVPLUGIN_DISABLE is set")
+        config = parse_config(
+            OffloadConfig,
+            self._kv_transfer_config.kv_connector_extra_config or {},
+            "kv_connector_extra_config",
+        )
+        if self._kv_transfer_config.kv_role != "kv_both":
+            raise ConfigError(
+                f"kv_role={self._kv_transfer_config.kv_role!r} must be 'kv_both': "
+                "host memory is both written and read"
+            )
         try:
-            return start()
+            return start(config)
         except Exception as error:
-            if self._config.on_start_error == "fail":
+            if config.on_start_error == "fail":
                 raise
             logger.error("kvplugin offload is disabled, it did not start: %s", error)
-            return instead(f"offload did not start on this rank: {error}")
+            return idle(f"it did not start: {error}")
 
     def get_kv_connector_stats(self) -> VllmStats | None:
         if self.role is not KVConnectorRole.SCHEDULER:
@@ -108,12 +123,9 @@ class KVPluginOffloadConnector(VllmConnector):
         return OffloadPromMetrics(*arguments)
 
 
-def _idle_reason(engine: EngineInfo) -> str:
-    """Why there is nothing to do: by request, or for models that are not served yet.
-    Empty if there is something to do."""
+def _unserved(engine: EngineInfo) -> str:
+    """Why this model is left alone; empty if it is served."""
     kinds = [group.kind for group in engine.groups]
-    if is_disabled():
-        return "KVPLUGIN_DISABLE=1"
     if len(kinds) == 1 and kinds[0] in _SERVED:
         return ""
     return (

@@ -1,7 +1,7 @@
 """Settings for vLLM, validated before any engine starts."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -10,11 +10,10 @@ from kvplugin.connectors.config import parse_config
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.errors import ConfigError
 
-_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
-    "Ki": 2**10,
-    "Mi": 2**20,
-    "Gi": 2**30,
-    "Ti": 2**40,
+_UNITS: Final = {
+    prefix + binary: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for binary, base in (("", 1000), ("i", 1024))
 }
 
 
@@ -40,12 +39,22 @@ def offload_transfer_config(
     }
 
 
-def parse_setting(text: str) -> tuple[str, Any]:
-    """``key=value`` as a user types it; the value is JSON, a size or a word.
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Settings that a user types as ``key=value``.
 
     Raises:
-        ConfigError: there is no ``=`` in it.
+        ConfigError: there is no ``=`` in one, or a key comes twice.
     """
+    settings: dict[str, Any] = {}
+    for key, value in map(_parse_setting, texts):
+        if key in settings:
+            raise ConfigError(f"{key} is set twice")
+        settings[key] = value
+    return settings
+
+
+def _parse_setting(text: str) -> tuple[str, Any]:
+    """The value is JSON, a size or a word."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{text!r} is not of the form key=value")
@@ -53,11 +62,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    if size := re.fullmatch(r"([\d.]+)\s*([KMGT]i?)B?", text):
-        try:
-            return int(float(size[1]) * _UNITS[size[2]])
-        except ValueError as error:
-            raise ConfigError(f"{text!r} is not a size such as 8GiB") from error
+    if size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)b?", text.lower()):
+        return int(float(size[1]) * _UNITS[size[2]])
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:

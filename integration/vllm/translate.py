@@ -108,11 +108,25 @@ def _hash_block_size(vllm_config: Any, kv_cache_config: KVCacheConfig) -> int:
 
 def kv_tensors(kv_caches: Mapping[str, Any], num_blocks: int) -> dict[str, KVTensor]:
     """Descriptors of the KV tensors by layer; layers whose cache is not one tensor
-    (Mamba states of older versions) are left out."""
-    return {
-        layer: KVTensor(cache.data_ptr(), _layout(cache, num_blocks))
+    (Mamba states of older versions) are left out.
+
+    Raises:
+        ConfigError: a tensor is in memory that the CPU cannot address.
+    """
+    tensors = {
+        layer: cache
         for layer, cache in kv_caches.items()
         if isinstance(cache, torch.Tensor)
+    }
+    devices = {cache.device.type for cache in tensors.values()} - {"cpu"}
+    if devices:
+        raise ConfigError(
+            f"the KV cache is in memory of {', '.join(devices)}: this version of "
+            "kvplugin copies KV caches in CPU memory only"
+        )
+    return {
+        layer: KVTensor(cache.data_ptr(), _layout(cache, num_blocks))
+        for layer, cache in tensors.items()
     }
 
 

@@ -63,12 +63,19 @@ def test_every_metric_is_documented_with_its_kind_and_meaning():
     assert rows == [(metric.name, metric.kind, metric.help) for metric in METRICS]
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda p: p.name
-)
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@each_page
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\((?!http)([^)#]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@each_page
+def test_no_placeholder_is_left(page):
+    assert re.findall(r"@[A-Z]+@|TODO|XXX", page.read_text()) == []
 
 
 def test_examples_in_python_compile():

@@ -354,8 +354,9 @@ class Engine:
             memory.write(item.request.row, item.histories, item.start)
         for item in work:
             memory.read(item.request.row, item.histories)
+        outcome = worker.poll() if self.setup.polls_first else None
         worker.end_step()
-        return worker.poll()
+        return outcome or worker.poll()
 
     def _update(self, work: Sequence[Work], outcomes: Sequence[WorkerOutcome]) -> None:
         for item in work:

@@ -25,6 +25,8 @@ class Setup:
     ranks: int = 1
     drafts: int = 0
     """Tokens that a decode step guesses beyond the sampled one."""
+    polls_first: bool = False
+    """Whether a step ends only after its poll, as vLLM's do with a drafter."""
     prefix_caching: bool = True
     asks_pending_work: bool = True
     announces_resumed: bool = True

@@ -142,9 +142,8 @@ class TestRoom:
             OffloadScheduler(Setup().info(), config)
 
     def test_an_unknown_eviction_policy_is_refused(self) -> None:
-        config = OffloadConfig(cpu_bytes_to_use=1024, eviction_policy="lur")
         with pytest.raises(ConfigError, match="Did you mean 'lru'"):
-            OffloadScheduler(Setup().info(), config)
+            OffloadConfig(cpu_bytes_to_use=1024, eviction_policy="lur")
 
     def test_host_ids_name_places_in_host_memory(self) -> None:
         engine = Engine(host_blocks=6, blocks_per_chunk=2)

@@ -31,6 +31,7 @@ SETUPS = st.builds(
     token_budget=st.sampled_from([24, 10, 7, 3]),
     ranks=st.integers(1, 4),
     drafts=st.sampled_from([0, 0, 1, 3]),
+    polls_first=st.booleans(),
     prefix_caching=st.booleans(),
     asks_pending_work=st.booleans(),
     announces_resumed=st.booleans(),

@@ -98,3 +98,18 @@ def test_a_reset_is_an_event() -> None:
     assert kinds == [BlockStored] * 4 + [BlockRemoved, BlockStored, AllBlocksCleared]
     assert {getattr(event, "medium", "CPU") for event in events} == {"CPU"}
     assert engine.scheduler.take_events() == []
+
+
+def test_a_store_from_blocks_that_the_engine_calls_invalid_is_not_kept() -> None:
+    """Another connector's load failed while its blocks were on their way to us."""
+    engine = Engine()
+    engine.jobs.hold()
+    engine.add(prompt(16))
+    engine.step()
+    (store,) = engine.jobs.stores
+    engine.scheduler.distrust({store.parts[0][1][1]})
+    engine.jobs.let_go()
+    engine.run()
+    assert engine.offered(prompt(16)) == MISS
+    assert engine.totals.counters["failed_stores"] == 1
+    engine.check_idle()
