@@ -161,7 +161,9 @@ class HostTier:
         """Forget every chunk, also those being written."""
         self._epoch += 1
         self._writing.clear()
-        self._pool.drop_all_keys()
+        # Block by block: the event that says "all cleared" names no medium, and
+        # readers would forget the engine's own blocks as well.
+        self._pool.evict_blocks(range(1, self._pool.num_blocks))
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events since the last call."""

@@ -92,6 +92,7 @@ class OffloadScheduler:
         self._finished_sends: list[str] = []
         self._job_ids = itertools.count()
         self._step = 0
+        self._said: set[str] = set()
         self._rate = RecomputeRate(clock)
         self._counters = Counters(METRICS)
         self._counters.set("host_blocks", self.host_blocks)
@@ -327,7 +328,11 @@ class OffloadScheduler:
         if job.error:
             self._tier.abandon(job.reservation)
             self._counters.add("failed_stores")
-            logger.warning("a store failed and is not kept: %s", job.error)
+            if job.error not in self._said:
+                self._said.add(job.error)
+                logger.warning(
+                    "a store failed and is not kept (said once): %s", job.error
+                )
         elif self._tier.commit(job.reservation):
             self._counters.add("stored_blocks", len(job.engine_ids))
             self._counters.add("stored_bytes", job.nbytes)

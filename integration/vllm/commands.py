@@ -40,7 +40,7 @@ def offload(
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def doctor(as_json: bool) -> None:
-    """Check versions and every name of vLLM's that kvplugin binds.
+    """Check versions and the names of vLLM's that kvplugin binds.
 
     Exits with 1 if something that a feature needs is missing.
     """

@@ -1,6 +1,7 @@
-"""A connector of ours as vLLM's `KVConnectorBase_V1`, for vLLM 0.19 to 0.32.
+"""A connector of ours as vLLM's `KVConnectorBase_V1`.
 
-The class only translates: decisions are in the halves of `kvplugin.contract`.
+The class only translates: decisions are in the halves of `kvplugin.contract`. Written
+for the contracts of vLLM 0.19 to 0.32; `versions.TESTED_VERSIONS` says which ran.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Which vLLM this is, and where the supported versions differ.
 
-`PROBES` lists every name of vLLM's that kvplugin binds; `kvplugin doctor` prints it.
+`PROBES` lists the names of vLLM's that kvplugin binds; `kvplugin doctor` prints it.
 """
 
 import importlib
@@ -48,6 +48,9 @@ PROBES: Final = (
         "connectors",
     ),
     Probe(f"{_V1}.base", "SupportsHMA", (), "hybrid models beside a connector"),
+    Probe(f"{_V1}.base", "KVConnectorRole", ("SCHEDULER", "WORKER"), "connectors"),
+    Probe(f"{_V1}.base", "KVConnectorMetadata", (), "plans"),
+    Probe(f"{_V1}.base", "KVConnectorWorkerMetadata", (), "reports"),
     Probe(
         f"{_V1}.base",
         "KVConnectorTransferResults",
@@ -56,6 +59,18 @@ PROBES: Final = (
     ),
     Probe(f"{_V1}.metrics", "KVConnectorStats", ("aggregate",), "metrics"),
     Probe(f"{_V1}.metrics", "KVConnectorPromMetrics", ("observe",), "metrics"),
+    *(
+        Probe("vllm.v1.kv_cache_interface", name, (), "kinds of KV cache groups")
+        for name in (
+            "ChunkedLocalAttentionSpec",
+            "CrossAttentionSpec",
+            "FullAttentionSpec",
+            "MambaSpec",
+            "MLAAttentionSpec",
+            "SlidingWindowSpec",
+            "UniformTypeKVCacheSpecs",
+        )
+    ),
     Probe(
         "vllm.v1.core.block_pool",
         "BlockPool",
