@@ -77,6 +77,9 @@ class KVPluginOffloadConnector(VllmConnector):
         return IdleWorker(parallel.rank % parallel.world_size, reason)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        if isinstance(self._worker, IdleWorker):
+            return  # wherever the caches are, they are not ours to look at
+
         def register(config: OffloadConfig) -> WorkerHalf:
             del config
             super(KVPluginOffloadConnector, self).register_kv_caches(kv_caches)
