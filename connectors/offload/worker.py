@@ -52,7 +52,6 @@ class OffloadWorker:
         self._config = config
         self._wait = config.copy_wait_ms / 1e3
         self._make_transport = make_transport or self._copy_thread
-        self._tensors: Mapping[str, KVTensor] = {}
         self._copies: HostCopies | None = None
         self._transport: Transport | None = None
         self._host_blocks = 0

@@ -21,7 +21,6 @@ from kvplugin.integration.vllm.stats import VllmPromMetrics, VllmStats
 
 logger = logging.getLogger("vllm.kvplugin.offload")
 
-METRIC_PREFIX: Final = "vllm:kvplugin_offload_"
 _SERVED: Final = frozenset({GroupKind.FULL, GroupKind.MLA})
 
 T = TypeVar("T")
@@ -31,7 +30,7 @@ class OffloadPromMetrics(VllmPromMetrics):
     """The table of `kvplugin.connectors.offload.metrics`."""
 
     table = METRICS
-    prefix = METRIC_PREFIX
+    prefix = "vllm:kvplugin_offload_"
 
 
 class KVPluginOffloadConnector(VllmConnector):
