@@ -8,14 +8,15 @@ A block is in one of four states, and only the pool moves it:
          └──get_new_blocks takes a victim, evict_blocks──  free, keyed ──┘
 
 Free blocks without a key are used first, those freed last before others; among keyed
-ones the eviction policy chooses. The pool trusts a policy with that choice and with
-nothing else: one that raises or answers something impossible is replaced by LRU, and
-no block is lost. Data lives in flat lists indexed by block id.
+ones the eviction policy chooses, and is trusted with nothing else (`ranking.py`). Data
+lives in flat lists indexed by block id (`block_keys.py` for keys).
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
+from kvplugin.block import NULL_BLOCK, KVCacheBlock
+from kvplugin.block_keys import BlockKeys
 from kvplugin.errors import CapacityError, IntegrityError
 from kvplugin.events import (
     MEDIUM_GPU,
@@ -26,6 +27,7 @@ from kvplugin.events import (
     external_hash,
 )
 from kvplugin.hashing import split_key
+from kvplugin.key_listener import KeyListener
 from kvplugin.policies.eviction import (
     LRU,
     NO_CONTEXT,
@@ -33,25 +35,27 @@ from kvplugin.policies.eviction import (
     BlockInfo,
     EvictionPolicy,
 )
+from kvplugin.ranking import Ranking
+from kvplugin.residency import ResidencySampler
 
 logger = logging.getLogger("vllm.kvplugin.block_pool")
-
-NULL_BLOCK = 0
-"""Id of the placeholder block: never free, never keyed, never counted."""
 
 
 class BlockPool:
     """Blocks 0..num_blocks-1, of which block 0 is the null block.
 
     Args:
-        num_blocks: number of ids, the null block included; at least 2.
+        num_blocks: number of ids, the null block included; at least 1.
         policy: ranks keyed free blocks; LRU if not given.
-        block_size: tokens of a block, for events.
+        block_size: tokens of a block, for the events of `insert`.
         enable_events: collect KV events for `take_events`.
         medium: what the blocks stand for, for events.
+        residency: follows sampled blocks, if given.
+        lineage: keep of each keyed block what `info` tells, even if the policy does
+            not ask for it (LRU does not).
 
     Raises:
-        CapacityError: fewer than two blocks.
+        CapacityError: not even the null block fits.
     """
 
     def __init__(
@@ -62,77 +66,118 @@ class BlockPool:
         block_size: int = 0,
         enable_events: bool = False,
         medium: str = MEDIUM_GPU,
+        residency: ResidencySampler | None = None,
+        lineage: bool = False,
     ) -> None:
-        if num_blocks < 2:
+        if num_blocks < 1:
             raise CapacityError(
-                f"a pool needs at least 2 blocks (one is the null block), "
-                f"got {num_blocks}"
+                f"a pool needs at least 1 block, the null block, got {num_blocks}"
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.medium = medium
-        self.policy_failures = 0
         self._refs = [0] * num_blocks
-        self._keys: list[bytes | None] = [None] * num_blocks
-        self._parents: list[bytes | None] = [None] * num_blocks
-        self._depths = [0] * num_blocks
-        # The order of last releases, kept so that a policy that fails can be
-        # replaced by LRU without losing recency.
-        self._released_at = [0] * num_blocks
-        self._releases = 0
-        self._index: dict[bytes, int | dict[int, None]] = {}
-        self._num_keyed = 0
-        self._num_evictable = 0
+        asks = policy is not None and getattr(policy, "needs_info", True)
+        self._keys = BlockKeys(num_blocks, lineage or asks)
+        self._hashes = self._keys.hashes
         # Popped from the end: low ids first in a new pool.
         self._unkeyed = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._reserved: list[int] = []
+        self._views: dict[int, KVCacheBlock] = {}
         self._events: list[KVCacheEvent] | None = [] if enable_events else None
-        self._policy: EvictionPolicy = LRU() if policy is None else policy
-        self._policy.bind(num_blocks, self.info)
+        self._residency = residency
+        self.listener: KeyListener | None = None
+        """Told of keys lost by the pool, of keys given by managers."""
+        self._ranking = Ranking(
+            LRU() if policy is None else policy, self._refs, self._hashes, self.info
+        )
 
     # -- questions -----------------------------------------------------------------
 
     def get_num_free_blocks(self) -> int:
         """Blocks that `get_new_blocks` could hand out now."""
-        return len(self._unkeyed) + self._num_evictable
+        return len(self._unkeyed) + len(self._ranking)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that can be handed out at all: without null and reserved ones."""
+        return self.num_blocks - 1 - len(self._reserved)
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that somebody references."""
-        return self.num_blocks - 1 - self.get_num_free_blocks()
+        """Blocks that somebody references; reserved ones do not count."""
+        return self.num_usable_blocks - self.get_num_free_blocks()
 
     @property
     def num_keyed_blocks(self) -> int:
         """Blocks that carry a key, in use or not."""
-        return self._num_keyed
+        return len(self._keys)
 
     @property
-    def usage(self) -> float:
-        """Share of the blocks in use, 0 to 1."""
-        return self.num_used_blocks / (self.num_blocks - 1)
+    def reserved_blocks(self) -> Sequence[int]:
+        """Blocks that `reserve` took out."""
+        return self._reserved
+
+    @property
+    def policy_failures(self) -> int:
+        """How often an eviction policy failed and was replaced by LRU."""
+        return self._ranking.failures
+
+    def get_usage(self) -> float:
+        """Share of the usable blocks in use, 0 to 1."""
+        usable = self.num_usable_blocks
+        return self.num_used_blocks / usable if usable else 0.0
+
+    usage = property(get_usage)
 
     def info(self, block: int) -> BlockInfo:
         """Key and place of a keyed block.
 
         Raises:
-            IntegrityError: the block carries no key.
+            IntegrityError: the block carries no key, or the pool keeps no lineage.
         """
-        key = self._keys[block]
-        if key is None:
-            raise IntegrityError(f"block {block} carries no key")
-        return BlockInfo(
-            key, self._parents[block], split_key(key)[1], self._depths[block]
-        )
+        return self._keys.info(block)
 
     def ref_count(self, block: int) -> int:
-        """References to `block`; without meaning for the null block."""
+        """References to `block`; 0 for the null block, which is not counted."""
         return self._refs[block]
+
+    def key_of(self, block: int) -> bytes | None:
+        """Key of the block, None while it has none."""
+        return self._keys.key_of(block)
+
+    def block(self, block_id: int) -> KVCacheBlock:
+        """The block as an object; one and the same for each id."""
+        view = self._views.get(block_id)
+        if view is None:
+            view = self._views[block_id] = KVCacheBlock(self, block_id)
+        return view
 
     def get(self, key: bytes) -> int | None:
         """A block under `key` (the first inserted, if several), or None."""
-        entry = self._index.get(key)
-        if entry is None or isinstance(entry, int):
-            return entry
-        return next(iter(entry))
+        block_hash, group = split_key(key)
+        return self._keys.index.of_group(group).get(block_hash)
+
+    def get_cached_block(
+        self, block_hash: bytes, kv_cache_group_ids: Iterable[int]
+    ) -> list[int] | None:
+        """One block for each group, or None if any group has none."""
+        blocks = []
+        for group in kv_cache_group_ids:
+            block = self._keys.index.of_group(group).get(block_hash)
+            if block is None:
+                return None
+            blocks.append(block)
+        return blocks
+
+    def cached_blocks(self, group: int) -> dict[bytes, int]:
+        """The index of one group, block hash -> first block; read only."""
+        return self._keys.index.of_group(group)
+
+    def num_evictable(self, ids: Iterable[int]) -> int:
+        """How many of `ids` are free: adopting them takes from the free blocks."""
+        refs = self._refs
+        return sum(not refs[block] for block in ids if block)
 
     # -- life of a block -----------------------------------------------------------
 
@@ -144,22 +189,39 @@ class BlockPool:
         Raises:
             CapacityError: fewer than `n` blocks are free; nothing has changed.
         """
-        if n > self.get_num_free_blocks():
+        unkeyed = self._unkeyed
+        if n <= len(unkeyed):
+            taken = unkeyed[-n:] if n > 0 else []
+            del unkeyed[len(unkeyed) - len(taken) :]
+            taken.reverse()
+        elif n <= self.get_num_free_blocks():
+            taken = self._ranking.victims(n - len(unkeyed))
+            self._drop_keys(taken)
+            if unkeyed:
+                taken = unkeyed[::-1] + taken
+                unkeyed.clear()
+        else:
             raise CapacityError(
                 f"{n} blocks wanted, {self.get_num_free_blocks()} of "
-                f"{self.num_blocks - 1} free"
+                f"{self.num_usable_blocks} free"
             )
-        unkeyed = min(n, len(self._unkeyed))
-        taken = [self._unkeyed.pop() for _ in range(unkeyed)]
-        if n > unkeyed:
-            victims = self._choose_victims(n - unkeyed)
-            self._drop_keys(victims)
-            self._num_evictable -= len(victims)
-            taken += victims
         refs = self._refs
         for block in taken:
             refs[block] = 1
+        if self._residency is not None:
+            self._residency.evicted(taken)
+            self._residency.allocated(taken)
         return taken
+
+    def reserve(self, n: int) -> list[int]:
+        """Take `n` blocks out of the pool for good (sink tokens).
+
+        Raises:
+            CapacityError: fewer than `n` blocks are free; nothing has changed.
+        """
+        blocks = self.get_new_blocks(n)
+        self._reserved += blocks
+        return blocks
 
     def insert(
         self,
@@ -188,47 +250,108 @@ class BlockPool:
         if not len(set(ids)) == len(ids) == len(keys):
             raise IntegrityError(f"blocks {ids} cannot be given {len(keys)} keys")
         for block in ids:
-            if not self._refs[block] or self._keys[block] or block == NULL_BLOCK:
+            if not self._refs[block] or self._hashes[block] is not None:
                 raise IntegrityError(f"block {block} cannot be given a key")
-        before = parent
-        for i, (block, key) in enumerate(zip(ids, keys, strict=True)):
-            self._keys[block] = key
-            self._parents[block] = before
-            self._depths[block] = depth + i
-            self._add_to_index(key, block)
-            before = key
-        self._num_keyed += len(ids)
-        if ids:
-            self._tell(self._policy.insert, ids, ctx)
-            self._tell_stored(keys, parent, token_ids)
+        if not ids:
+            return
+        group = split_key(keys[0])[1]
+        hashes = [split_key(key)[0] for key in keys]
+        before = None if parent is None else split_key(parent)[0]
+        self.cache_run(ids, hashes, before, depth, group, ctx)
+        if self._events is not None:
+            self._events.append(
+                BlockStored(
+                    block_hashes=[external_hash(block_hash) for block_hash in hashes],
+                    parent_block_hash=None if before is None else external_hash(before),
+                    token_ids=list(token_ids),
+                    block_size=self.block_size,
+                    lora_id=None,
+                    medium=self.medium,
+                    lora_name=None,
+                    group_idx=group,
+                )
+            )
+
+    def cache_run(
+        self,
+        ids: Sequence[int],
+        hashes: Sequence[bytes],
+        parent: bytes | None,
+        depth: int,
+        group: int,
+        ctx: BlockContext = NO_CONTEXT,
+        fresh: bool = True,
+    ) -> Sequence[int]:
+        """`insert` for a manager's own row, without its checks and its event.
+
+        Null blocks are passed over.
+
+        Args:
+            ids: consecutive blocks of one request, in use or null.
+            hashes: one block hash a block.
+            parent: hash of the block before `ids[0]`, None at the start.
+            depth: index of `ids[0]` in its request.
+            group: number of the group.
+            ctx: who inserts, for the policy.
+            fresh: whether no block has a key; if not sure, those that have one are
+                passed over too.
+
+        Returns:
+            Positions in `ids` of the blocks that were given a key.
+        """
+        if NULL_BLOCK in ids or not fresh:
+            return self._cache_some(ids, hashes, parent, depth, group, ctx)
+        self._keys.give(ids, hashes, parent, depth, group)
+        self._ranking.insert(ids, ctx)
+        return range(len(ids))
+
+    def _cache_some(
+        self,
+        ids: Sequence[int],
+        hashes: Sequence[bytes],
+        parent: bytes | None,
+        depth: int,
+        group: int,
+        ctx: BlockContext,
+    ) -> Sequence[int]:
+        """`cache_run` where blocks may be null or have a key: those are left out."""
+        before = [parent, *hashes[:-1]]
+        given = [
+            i for i, block in enumerate(ids) if block and self._hashes[block] is None
+        ]
+        for i in given:
+            self.cache_run([ids[i]], [hashes[i]], before[i], depth + i, group, ctx)
+        return given
 
     def touch(self, ids: Iterable[int]) -> None:
-        """Add one reference to each block; keyed free blocks come into use.
+        """Add one reference to each block; keyed free blocks come into use. Null
+        blocks are skipped.
 
         Raises:
             IntegrityError: a block is free and has no key (its content is nobody's);
                 nothing has changed.
         """
-        refs = self._refs
-        ids = list(ids)
+        refs, hashes = self._refs, self._hashes
+        ids = [block for block in ids if block]
         for block in ids:
-            if not refs[block] and self._keys[block] is None and block != NULL_BLOCK:
+            if not refs[block] and hashes[block] is None:
                 raise IntegrityError(f"block {block} is free and has no key")
         pinned = []
         for block in ids:
-            if refs[block] == 0 and block != NULL_BLOCK:
+            if not refs[block]:
                 pinned.append(block)
             refs[block] += 1
         if pinned:
-            self._num_evictable -= len(pinned)
-            self._tell(self._policy.pin, pinned)
+            self._ranking.pin(pinned)
+        if self._residency is not None:
+            self._residency.used(ids)
 
     def adopt(self, ids: Sequence[int], ctx: BlockContext = NO_CONTEXT) -> None:
         """`touch` by a request that will read the blocks: the policy hears a hit."""
         self.touch(ids)
-        keyed = [block for block in ids if self._keys[block] is not None]
+        keyed = [block for block in ids if self._hashes[block] is not None]
         if keyed:
-            self._tell(self._policy.hit, keyed, ctx)
+            self._ranking.hit(keyed, ctx)
 
     def free_blocks(self, ids: Iterable[int]) -> None:
         """Drop one reference of each block; list what should be evicted first, first
@@ -237,25 +360,24 @@ class BlockPool:
         Raises:
             IntegrityError: a block has no reference left to drop; nothing has changed.
         """
-        refs = self._refs
-        ids = [block for block in ids if block != NULL_BLOCK]
-        idle = []
-        for done, block in enumerate(ids):
-            if refs[block] <= 0:
-                for undone in ids[:done]:
-                    refs[undone] += 1
+        ids = ids if isinstance(ids, list) else list(ids)
+        refs, hashes = self._refs, self._hashes
+        keyed: list[int] = []
+        unkeyed: list[int] = []
+        for i, block in enumerate(ids):
+            left = refs[block] - 1
+            if left > 0:
+                refs[block] = left
+            elif not left:
+                refs[block] = 0
+                (unkeyed if hashes[block] is None else keyed).append(block)
+            elif block:
+                self._take_back(ids[:i])
                 raise IntegrityError(f"block {block} is freed once too often")
-            refs[block] -= 1
-            if refs[block] == 0:
-                idle.append(block)
-        self._unkeyed += [b for b in reversed(idle) if self._keys[b] is None]
-        released = [b for b in idle if self._keys[b] is not None]
-        for block in released:
-            self._releases += 1
-            self._released_at[block] = self._releases
-        if released:
-            self._num_evictable += len(released)
-            self._tell(self._policy.release, released)
+        if unkeyed:
+            self._unkeyed += unkeyed[::-1]
+        if keyed:
+            self._ranking.release(keyed)
 
     def evict_blocks(self, ids: Iterable[int]) -> None:
         """Take the keys of blocks away; those in use stay in use. Key-less ids are
@@ -268,31 +390,35 @@ class BlockPool:
         for block in dict.fromkeys(ids):
             if not 0 <= block < self.num_blocks:
                 raise IntegrityError(
-                    f"block {block} is outside the pool of {self.num_blocks}"
+                    f"block {block} is outside the pool of {self.num_blocks}: whoever "
+                    f"reported it (a connector's worker?) may only name blocks that "
+                    f"were allocated"
                 )
-            if self._keys[block] is not None:
+            if self._hashes[block] is not None:
                 keyed.append(block)
         if not keyed:
             return
-        self._forget(keyed)
-        self._drop_keys(keyed)
         idle = [block for block in keyed if not self._refs[block]]
-        self._num_evictable -= len(idle)
+        self._ranking.forget(keyed, len(idle))
+        self._drop_keys(keyed)
         self._unkeyed += idle
+        if self._residency is not None:
+            self._residency.evicted(keyed)
 
     def drop_all_keys(self) -> None:
         """Forget every key at once; blocks in use stay in use without one."""
-        keyed = [b for b, key in enumerate(self._keys) if key is not None]
+        keyed = self._keys.keyed()
+        idle = [block for block in keyed if not self._refs[block]]
         if keyed:
-            self._forget(keyed)
-        for block in keyed:
-            self._keys[block] = self._parents[block] = None
-            if not self._refs[block]:
-                self._unkeyed.append(block)
-        self._index.clear()
-        self._num_keyed = self._num_evictable = 0
+            self._ranking.forget(keyed, len(idle))
+        self._keys.clear()
+        self._unkeyed += idle
+        if self._residency is not None:
+            self._residency.reset()
         if self._events is not None:
             self._events.append(AllBlocksCleared())
+        if self.listener is not None:
+            self.listener.all_keys_lost()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every key if no block is in use.
@@ -307,6 +433,16 @@ class BlockPool:
             return False
         self.drop_all_keys()
         return True
+
+    @property
+    def events_enabled(self) -> bool:
+        """Whether somebody wants the pool's events."""
+        return self._events is not None
+
+    def report(self, event: KVCacheEvent) -> None:
+        """Queue an event about the pool's blocks; dropped if nobody wants events."""
+        if self._events is not None:
+            self._events.append(event)
 
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call, oldest first; empty when not enabled."""
@@ -323,133 +459,42 @@ class BlockPool:
         Raises:
             IntegrityError: naming the first invariant that does not hold.
         """
-        free = [b for b in range(1, self.num_blocks) if self._refs[b] == 0]
-        self._require(all(ref >= 0 for ref in self._refs[1:]), "negative references")
-        self._require(
-            sorted(self._unkeyed) == [b for b in free if self._keys[b] is None],
-            "the stack of key-less blocks differs from the free blocks without key",
-        )
-        self._require(
-            sorted(self._policy.order()) == [b for b in free if self._keys[b]],
-            "the policy's evictable set differs from the free keyed blocks",
-        )
-        self._require(
-            len(list(self._policy.order())) == len(self._policy) == self._num_evictable,
-            "the policy's order, its length and the pool's count disagree",
-        )
-        indexed = {
-            block: key
-            for key, entry in self._index.items()
-            for block in ([entry] if isinstance(entry, int) else entry)
-        }
-        keyed = {b: key for b, key in enumerate(self._keys) if key is not None}
-        self._require(indexed == keyed, "the index differs from the blocks' keys")
-        self._require(self._num_keyed == len(keyed), "keyed blocks are miscounted")
-        self._policy.check()
-
-    @staticmethod
-    def _require(holds: bool, what: str) -> None:
-        if not holds:
-            raise IntegrityError(what)
+        refs, hashes = self._refs, self._hashes
+        unkeyed = [
+            block
+            for block in range(1, self.num_blocks)
+            if not refs[block] and hashes[block] is None
+        ]
+        for holds, what in (
+            (min(refs) >= 0, "negative references"),
+            (not refs[NULL_BLOCK], "the null block is counted"),
+            (hashes[NULL_BLOCK] is None, "the null block has a key"),
+            (all(refs[block] for block in self._reserved), "a reserved block is free"),
+            (sorted(self._unkeyed) == unkeyed, "the stack of key-less blocks is wrong"),
+        ):
+            if not holds:
+                raise IntegrityError(what)
+        self._keys.check()
+        self._ranking.check()
 
     # -- inside --------------------------------------------------------------------
 
-    def _tell(self, call: Callable[..., None], *args: object) -> None:
-        """Tell the policy what has happened; LRU learns it from the pool's lists."""
-        try:
-            call(*args)
-        except Exception:
-            self._fall_back_to_lru()
-
-    def _forget(self, ids: Sequence[int]) -> None:
-        """Tell the policy of keys that are about to go, while `info` still has them."""
-        try:
-            self._policy.forget(ids)
-        except Exception:
-            self._fall_back_to_lru()
-            self._policy.forget(ids)
-
-    def _choose_victims(self, n: int) -> list[int]:
-        try:
-            victims = self._policy.victims(n)
-            self._verify_victims(victims, n)
-        except Exception:
-            self._fall_back_to_lru()
-            victims = self._policy.victims(n)
-        return victims
-
-    def _verify_victims(self, victims: Sequence[int], n: int) -> None:
-        if len(victims) != n or len(set(victims)) != n:
-            raise IntegrityError(f"{n} distinct victims wanted, got {victims}")
-        for block in victims:
-            if not 0 < block < self.num_blocks or self._refs[block]:
-                raise IntegrityError(f"victim {block} is not a free block")
-            if self._keys[block] is None:
-                raise IntegrityError(f"victim {block} carries no key")
-
-    def _fall_back_to_lru(self) -> None:
-        """A policy that fails is replaced for the pool's life; nothing is lost."""
-        logger.exception(
-            "eviction policy %s failed and is replaced by LRU",
-            type(self._policy).__name__,
-        )
-        self.policy_failures += 1
-        evictable = [
-            b
-            for b in range(1, self.num_blocks)
-            if self._keys[b] is not None and not self._refs[b]
-        ]
-        evictable.sort(key=self._released_at.__getitem__)
-        self._policy = LRU()
-        self._policy.bind(self.num_blocks, self.info)
-        self._policy.release(evictable)
-
-    def _add_to_index(self, key: bytes, block: int) -> None:
-        entry = self._index.setdefault(key, block)
-        if isinstance(entry, dict):
-            entry[block] = None
-        elif entry != block:
-            self._index[key] = {entry: None, block: None}
-
-    def _drop_keys(self, ids: Iterable[int]) -> None:
-        """Take blocks out of the index; the policy already knows."""
+    def _take_back(self, ids: Iterable[int]) -> None:
+        """Undo the frees of a call that turned out to be wrong."""
         for block in ids:
-            key = self._keys[block]
-            if key is None:
-                raise IntegrityError(f"block {block} carries no key")
-            self._keys[block] = self._parents[block] = None
-            self._num_keyed -= 1
-            entry = self._index[key]
-            if isinstance(entry, dict):
-                del entry[block]
-                if len(entry) == 1:
-                    self._index[key] = next(iter(entry))
-                continue
-            del self._index[key]
-            if self._events is not None:
-                block_hash, group = split_key(key)
-                self._events.append(
-                    BlockRemoved([external_hash(block_hash)], self.medium, group)
-                )
+            if block:
+                self._refs[block] += 1
 
-    def _tell_stored(
-        self, keys: Sequence[bytes], parent: bytes | None, token_ids: Sequence[int]
-    ) -> None:
-        if self._events is None:
+    def _drop_keys(self, ids: Sequence[int]) -> None:
+        """Take keyed blocks out of the index; the policy already knows."""
+        if self._events is None and self.listener is None:
+            self._keys.take(ids)
             return
-        self._events.append(
-            BlockStored(
-                block_hashes=[external_hash(split_key(key)[0]) for key in keys],
-                parent_block_hash=_external(parent),
-                token_ids=list(token_ids),
-                block_size=self.block_size,
-                lora_id=None,
-                medium=self.medium,
-                lora_name=None,
-                group_idx=split_key(keys[0])[1],
-            )
-        )
-
-
-def _external(key: bytes | None) -> int | None:
-    return None if key is None else external_hash(split_key(key)[0])
+        lost = self._keys.take_each(ids)
+        if self.listener is not None:
+            self.listener.keys_lost(lost)
+        if self._events is not None:
+            self._events += [
+                BlockRemoved([external_hash(block_hash)], self.medium, group)
+                for group, block_hash in lost
+            ]

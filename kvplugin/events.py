@@ -21,7 +21,12 @@ class KVCacheEvent(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
 
 
 class BlockStored(KVCacheEvent, frozen=True):
-    """Blocks can now be hit."""
+    """Blocks can now be hit.
+
+    `token_ids` covers the whole span of the call; a group that keeps only part of it
+    (windows, states) names fewer `block_hashes` than the span has blocks, and says
+    what it is in `kv_cache_spec_kind`.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -32,6 +37,8 @@ class BlockStored(KVCacheEvent, frozen=True):
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class BlockRemoved(KVCacheEvent, frozen=True):

@@ -1,11 +1,13 @@
 """The keys of the offload connector's configuration."""
 
-from typing import Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from kvplugin.errors import ConfigError
-from kvplugin.policies.eviction import make_eviction_policy
+from kvplugin.events import MEDIUM_CPU
+from kvplugin.hooks import EvictionPolicyContext, get_hooks
+from kvplugin.policies.eviction import EvictionPolicy
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,6 +17,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory for KV in bytes, per engine: all its ranks together. Required."""
     eviction_policy: str = "lru"
     """Which blocks leave host memory first."""
+    eviction_policy_options: dict[str, Any] = {}
+    """What the eviction policy may be told; the default one takes nothing."""
     blocks_per_chunk: int = 1
     """Engine blocks that are stored, kept and evicted as one."""
     offload_prompt_only: bool = True
@@ -33,9 +37,27 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, key)
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"{key}={value} must be from {least} to {most}")
-        make_eviction_policy(self.eviction_policy)  # refuses unknown names
+        self.make_eviction_policy(_ANY_SIZE)  # refuses unknown names and options
+
+    def make_eviction_policy(self, num_blocks: int) -> EvictionPolicy:
+        """A fresh eviction policy for a host tier of this many slots.
+
+        Raises:
+            ConfigError: no policy has this name, or it refuses the options.
+            PluginError: the plugin that makes it fails.
+        """
+        return get_hooks().make_eviction_policy(
+            EvictionPolicyContext(
+                name=self.eviction_policy,
+                options=self.eviction_policy_options,
+                num_blocks=num_blocks,
+                medium=MEDIUM_CPU,
+            )
+        )
 
 
+_ANY_SIZE: Final = 2
+"""Of a policy that is made to see whether it can be made."""
 _HOUR_MS = 3_600_000
 _LIMITS = {
     "cpu_bytes_to_use": (1, 2**60),

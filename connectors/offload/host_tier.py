@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvplugin.block_pool import BlockPool
 from kvplugin.connectors.offload.chunks import Chunk
 from kvplugin.events import MEDIUM_CPU, KVCacheEvent
-from kvplugin.policies.eviction import make_eviction_policy
+from kvplugin.policies.eviction import EvictionPolicy
 
 
 class Reservation(NamedTuple):
@@ -28,7 +28,7 @@ class HostTier:
 
     Args:
         num_slots: chunks that host memory holds.
-        policy: name of the eviction policy.
+        policy: which chunks leave first.
         tokens_per_chunk: for events.
         enable_events: collect KV events.
     """
@@ -36,17 +36,18 @@ class HostTier:
     def __init__(
         self,
         num_slots: int,
-        policy: str,
+        policy: EvictionPolicy,
         tokens_per_chunk: int,
         *,
         enable_events: bool = False,
     ) -> None:
         self._pool = BlockPool(
             num_slots + 1,
-            policy=make_eviction_policy(policy),
+            policy=policy,
             block_size=tokens_per_chunk,
             enable_events=enable_events,
             medium=MEDIUM_CPU,
+            lineage=True,
         )
         self._writing: set[bytes] = set()
         self._epoch = 0

@@ -55,7 +55,7 @@ class OffloadScheduler:
 
     Raises:
         CapacityError: `cpu_bytes_to_use` holds not even one chunk.
-        ConfigError: no eviction policy of this name.
+        ConfigError: no eviction policy of this name and options.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OffloadScheduler:
         self._num_slots = host_slots(engine, config)
         self._tier = HostTier(
             self._num_slots,
-            config.eviction_policy,
+            config.make_eviction_policy(self._num_slots + 1),
             self._chunking.tokens,
             enable_events=enable_events,
         )

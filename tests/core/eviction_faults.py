@@ -15,9 +15,9 @@ class RandomPolicy(LRU):
         self._random = Random(seed)
 
     def release(self, ids: Sequence[int]) -> None:
-        queue = [*self._queue, *ids]
+        queue = [*self.order(), *ids]
         self._random.shuffle(queue)
-        self._queue.clear()
+        super().forget(queue)
         super().release(queue)
 
 

@@ -14,9 +14,9 @@ from tests.core.pool_helpers import cached, key, keys, visible
 # -- taking ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_blocks", [-1, 0, 1])
-def test_pool_needs_a_block_beside_the_null_block(num_blocks: int) -> None:
-    with pytest.raises(CapacityError, match=f"at least 2 blocks.*got {num_blocks}"):
+@pytest.mark.parametrize("num_blocks", [-1, 0])
+def test_a_pool_needs_its_null_block(num_blocks: int) -> None:
+    with pytest.raises(CapacityError, match=f"at least 1 block.*got {num_blocks}"):
         BlockPool(num_blocks)
 
 
@@ -92,7 +92,7 @@ def test_partial_block_goes_before_cached_ones() -> None:
 
 
 def test_info_says_where_a_block_stands() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, lineage=True)
     first, second = pool.get_new_blocks(2)
     chain = [key("a", 7), key("b", 7)]
     pool.insert([first, second], chain, parent=key("z", 7), depth=3)
@@ -101,7 +101,7 @@ def test_info_says_where_a_block_stands() -> None:
 
 
 def test_first_block_has_no_parent() -> None:
-    pool = BlockPool(2)
+    pool = BlockPool(2, lineage=True)
     pool.insert(pool.get_new_blocks(1), [key("a")])
     assert pool.info(1).parent_key is None
 

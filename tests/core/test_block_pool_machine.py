@@ -46,7 +46,9 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.policy = policy
         self.is_lru = is_lru
-        self.pool = BlockPool(NUM_BLOCKS, policy=policy, enable_events=True)
+        self.pool = BlockPool(
+            NUM_BLOCKS, policy=policy, enable_events=True, lineage=True
+        )
         self.model = NaivePool(NUM_BLOCKS)
         self.listener: set[tuple[int, int | None]] = set()
 

@@ -120,8 +120,11 @@ def test_policy_is_never_shown_a_block_without_key(
 
 def test_policy_can_look_up_every_block_that_it_is_told_of() -> None:
     class Curious(LRU):
+        needs_info = True
+
         def bind(self, num_blocks: int, info: Callable[[int], BlockInfo]) -> None:
             assert num_blocks == 4
+            super().bind(num_blocks, info)
             self.info = info
             self.seen: list[bytes] = []
 

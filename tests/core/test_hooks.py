@@ -1,6 +1,7 @@
 """Plugins are found by their entry point, loaded on demand and blamed by name."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -11,10 +12,16 @@ from textwrap import dedent
 import pytest
 from click.testing import CliRunner
 
-from kvplugin import hooks
 from kvplugin.cli.main import cli, main
-from kvplugin.errors import PluginError
-from kvplugin.hooks import load_plugins, registered_commands
+from kvplugin.errors import ConfigError, PluginError
+from kvplugin.hooks import (
+    HOOK_API_VERSION,
+    EvictionPolicyContext,
+    Hooks,
+    get_hooks,
+    load_plugins,
+    registered_commands,
+)
 
 Install = Callable[[str, str], Path]
 
@@ -35,11 +42,21 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         return tmp_path
 
     monkeypatch.syspath_prepend(tmp_path)
-    load_plugins.cache_clear()
+    forget_plugins()
     yield install
-    load_plugins.cache_clear()
+    forget_plugins()
     for module in modules:
         sys.modules.pop(module, None)
+
+
+def forget_plugins() -> None:
+    """The next one who asks for plugins loads them anew."""
+    load_plugins.cache_clear()
+    get_hooks.cache_clear()
+
+
+def loaded() -> set[str]:
+    return {plugin.name for plugin in get_hooks().plugins}
 
 
 def commands(*names: str) -> str:
@@ -101,15 +118,132 @@ def test_commands_of_the_vllm_integration_come_from_a_plugin() -> None:
     assert {"config", "doctor"} <= {command.name for command in registered_commands()}
 
 
+def test_built_in_plugins_are_of_our_own_distribution() -> None:
+    built_in = [plugin for plugin in get_hooks().plugins if plugin.built_in]
+    assert {"core", "cli", "vllm"} <= {plugin.name for plugin in built_in}
+    assert {plugin.distribution for plugin in built_in} == {"kvplugin"}
+
+
+def test_a_plugin_is_listed_with_its_distribution_and_hooks(install: Install) -> None:
+    install("mine", commands("dig"))
+    (mine,) = [plugin for plugin in get_hooks().plugins if plugin.name == "mine"]
+    assert (mine.distribution, mine.version, mine.built_in) == ("mine", "1.0", False)
+    assert mine.hooks == ("kvp_register_commands",)
+
+
+# -- the list of what may load -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (None, {"one", "two"}),
+        ("", set()),
+        (" , ", set()),
+        ("two", {"two"}),
+        ("two, one", {"one", "two"}),
+    ],
+)
+def test_only_listed_plugins_load_and_built_in_ones_always(
+    install: Install,
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: str | None,
+    expected: set[str],
+) -> None:
+    install("one", commands("one"))
+    install("two", commands("two"))
+    if allowed is not None:
+        monkeypatch.setenv("KVPLUGIN_PLUGINS", allowed)
+    assert loaded() & {"one", "two"} == expected
+    assert loaded() >= {"core", "cli", "vllm"}
+
+
+def test_a_plugin_that_is_not_listed_is_not_even_imported(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("broken", "raise RuntimeError('no such luck')")
+    monkeypatch.setenv("KVPLUGIN_PLUGINS", "")
+    assert "broken" not in loaded()
+
+
+def test_a_listed_plugin_that_is_not_installed_is_named(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("mine", commands("dig"))
+    monkeypatch.setenv("KVPLUGIN_PLUGINS", "mime")
+    with pytest.raises(ConfigError, match=r"'mime' in KVPLUGIN_PLUGINS.*'mine'"):
+        get_hooks()
+
+
+# -- tracing -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_calls_are_logged_if_wanted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, switch: str
+) -> None:
+    monkeypatch.setenv("KVPLUGIN_TRACE_HOOKS", switch)
+    with caplog.at_level(logging.INFO, logger="vllm.kvplugin.hooks"):
+        ctx = EvictionPolicyContext(num_blocks=77)
+        Hooks.of().make_eviction_policy(ctx)
+    assert ("kvp_make_eviction_policy" in caplog.text) == (switch == "1")
+    assert ("num_blocks=77" in caplog.text) == (switch == "1")
+
+
 # -- blame -------------------------------------------------------------------------
 
 
-def test_misspelt_hook_is_an_error_that_names_hook_and_plugin(
+def test_misspelt_hook_is_an_error_that_names_it_its_plugin_and_the_nearest(
     install: Install,
 ) -> None:
     install("hasty", MISSPELT)
-    with pytest.raises(PluginError, match=r"kvp_register_comands.*hasty"):
+    with pytest.raises(PluginError) as refusal:
         load_plugins()
+    assert str(refusal.value) == (
+        "plugin 'hasty' (distribution hasty 1.0) implements 'kvp_register_comands', "
+        "which is no hook. Did you mean 'kvp_register_commands'?"
+    )
+
+
+def test_argument_that_a_hook_does_not_have_is_an_error_that_names_the_plugin(
+    install: Install,
+) -> None:
+    install(
+        "curious",
+        """
+        from kvplugin import hookimpl
+
+        @hookimpl
+        def kvp_register_commands(more):
+            return []
+        """,
+    )
+    with pytest.raises(PluginError, match=r"curious 1\.0(?s:.*)more"):
+        load_plugins()
+
+
+def test_plugin_for_another_version_of_the_hooks_is_refused(install: Install) -> None:
+    install("late", f"KVP_HOOK_API_VERSION = {HOOK_API_VERSION + 1}")
+    with pytest.raises(PluginError, match=r"late 1\.0.* wants version 2 .* version 1"):
+        load_plugins()
+
+
+def test_plugin_for_this_version_of_the_hooks_is_welcome(install: Install) -> None:
+    install("early", f"KVP_HOOK_API_VERSION = {HOOK_API_VERSION}")
+    assert "early" in loaded()
+
+
+def test_two_plugins_of_one_name_are_an_error_that_names_both(
+    install: Install,
+) -> None:
+    path = install("first", commands("dig"))
+    install("second", commands("fill"))
+    entry = path / "second-1.0.dist-info" / "entry_points.txt"
+    entry.write_text("[kvplugin]\nfirst = second_module\n")
+    with pytest.raises(PluginError, match="same name") as refusal:
+        load_plugins()
+    assert "distribution first 1.0" in str(refusal.value)
+    assert "distribution second 1.0" in str(refusal.value)
 
 
 def test_plugin_that_cannot_be_imported_is_named(install: Install) -> None:
@@ -175,15 +309,30 @@ def test_command_line_ends_with_the_message_of_an_error_of_ours(
     assert "Traceback" not in message
 
 
-# -- the specifications ------------------------------------------------------------
+def test_plugins_are_listed_for_machines(install: Install) -> None:
+    install("mine", commands("dig"))
+    result = CliRunner().invoke(cli, ["plugins", "--json"])
+    rows = {row["name"]: row for row in json.loads(result.output)}
+    assert rows["mine"] == {
+        "name": "mine",
+        "version": "1.0",
+        "distribution": "mine",
+        "built_in": False,
+        "hooks": ["kvp_register_commands"],
+        "policies": {},
+    }
+    assert rows["core"]["policies"].keys() == {"lru"}
 
 
-def hookspecs() -> list[str]:
-    return [name for name in dir(load_plugins().hook) if not name.startswith("_")]
-
-
-def test_every_hook_has_our_prefix_and_a_contract() -> None:
-    assert hookspecs()
-    for name in hookspecs():
-        assert name.startswith("kvp_")
-        assert getattr(hooks._Specs, name).__doc__
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_plugins_are_listed_for_people(
+    install: Install, monkeypatch: pytest.MonkeyPatch, has_rich: bool
+) -> None:
+    install("mine", commands("dig"))
+    monkeypatch.setenv("COLUMNS", "160")
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    output = CliRunner().invoke(cli, ["plugins"]).output
+    assert ("━" in output) == has_rich
+    for text in ("mine", "1.0", "kvp_register_commands", "lru: least recently used"):
+        assert text in output

@@ -2,17 +2,25 @@
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import pytest
 
-from kvplugin import hooks
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.metrics import METRICS
-from kvplugin.hooks import registered_commands
+from kvplugin.hashing import make_key
+from kvplugin.hooks import (
+    BlockPoolContext,
+    EvictionPolicyContext,
+    Hooks,
+    HookSpecs,
+    registered_commands,
+)
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+SECTION = re.MULTILINE | re.DOTALL
 
 
 def headings(page: str) -> set[str]:
@@ -41,8 +49,44 @@ def test_every_key_and_variable_is_documented():
 
 
 def test_every_hook_is_documented():
-    specs = {name for name in vars(hooks._Specs) if name.startswith("kvp_")}
+    specs = {name for name in vars(HookSpecs) if name.startswith("kvp_")}
     assert headings("hooks.md") == specs
+
+
+@pytest.fixture(scope="module")
+def hook_examples():
+    """The example of each hook, as a plugin."""
+    text = (DOCS / "hooks.md").read_text()
+    plugins = {}
+    for name, body in re.findall(r"^### `(kvp_\w+)`\n(.*?)(?=^### |\Z)", text, SECTION):
+        (source,) = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
+        plugins[name] = ModuleType(f"example of {name}")
+        exec(source, vars(plugins[name]))  # noqa: S102
+    return plugins
+
+
+def test_every_hook_has_an_example_that_registers(hook_examples):
+    for name, plugin in hook_examples.items():
+        example = Hooks.of(plugin).plugins[-1]
+        assert (example.name, example.hooks) == (plugin.__name__, (name,))
+    assert hook_examples.keys() == headings("hooks.md")
+
+
+def test_the_examples_of_policy_and_pool_work_together(hook_examples):
+    hooks = Hooks.of(
+        hook_examples["kvp_make_eviction_policy"], hook_examples["kvp_make_block_pool"]
+    )
+    policy = hooks.make_eviction_policy(
+        EvictionPolicyContext(name="newest", num_blocks=4)
+    )
+    pool = hooks.make_block_pool(BlockPoolContext(num_blocks=4, policy=policy))
+    for name in (b"a", b"b", b"c"):
+        (block,) = pool.get_new_blocks(1)
+        pool.insert([block], [make_key(name * 32, 0)])
+        pool.free_blocks([block])
+    assert pool.get_new_blocks(2) == [3, 2]
+    pool.check()
+    assert pool.allocations == 4
 
 
 def test_every_command_is_documented():

@@ -6,9 +6,12 @@ from enum import Enum, auto
 from typing import Final, Literal
 
 from kvplugin.contract import EngineInfo, GroupInfo, GroupKind
-from kvplugin.hashing import extend_hashes, make_key, root_hash
+from kvplugin.hashing import make_key
+from kvplugin.hashing.own import kv_sha256
 from kvplugin.layout import PageLayout
 from tests.offload.content import BLOCK_BYTES, histories_of
+
+HASHES: Final = kv_sha256()
 
 VOCABULARY: Final = 1000
 """Generated tokens are below; those of `prompt` are not."""
@@ -111,8 +114,9 @@ class Request:
         before = self.histories[-1] if self.histories else 0
         self.tokens += new
         self.histories += histories_of(before, new)
-        extend_hashes(
-            self.block_hashes, self.tokens, self._setup.hash_block_size, root_hash()
+        size = self._setup.hash_block_size
+        HASHES.extend_tokens(
+            self.block_hashes, self.tokens, size, HASHES.root(block_size=size)
         )
 
     def continuation(self, count: int) -> list[int]:

@@ -1,15 +1,16 @@
 """A host memory that is too small: what stays in it must be of use."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import pytest
 
+from kvplugin.connectors.offload import config as offload_config
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.scheduler import OffloadScheduler
 from kvplugin.contract import MISS, Lookup
 from kvplugin.errors import CapacityError, ConfigError
-from kvplugin.policies.eviction import EVICTION_POLICIES, LRU, BlockContext
+from kvplugin.hooks import EvictionPolicyContext, Hooks, hookimpl
+from kvplugin.policies.eviction import LRU, BlockContext
 from tests.offload.content import BLOCK_BYTES
 from tests.offload.engine_model import Engine
 from tests.offload.jobs import blocks_of
@@ -99,11 +100,37 @@ class TestHeadBeforeTail:
 class HeardHits(LRU):
     """LRU that keeps account of what it is told of hits."""
 
-    heard: ClassVar[list[list[int]]] = []
+    def __init__(self, heard: list[list[int]]) -> None:
+        super().__init__()
+        self._heard = heard
 
     def hit(self, ids: Sequence[int], ctx: BlockContext) -> None:
-        self.heard.append(list(ids))
+        self._heard.append(list(ids))
         super().hit(ids, ctx)
+
+
+class Hearing:
+    """A plugin with the policy `heard`; knows for what it was asked."""
+
+    def __init__(self) -> None:
+        self.hits: list[list[int]] = []
+        self.asked: list[EvictionPolicyContext] = []
+
+    @hookimpl
+    def kvp_make_eviction_policy(self, ctx: EvictionPolicyContext) -> LRU | None:
+        if ctx.name != "heard":
+            return None
+        self.asked.append(ctx)
+        return HeardHits(self.hits)
+
+
+@pytest.fixture
+def hearing(monkeypatch: pytest.MonkeyPatch) -> Hearing:
+    """Installed while the test runs."""
+    plugin = Hearing()
+    hooks = Hooks.of(plugin)
+    monkeypatch.setattr(offload_config, "get_hooks", lambda: hooks)
+    return plugin
 
 
 class TestRoom:
@@ -115,16 +142,22 @@ class TestRoom:
         assert engine.totals.counters["evicted_blocks"] == 4
 
     def test_only_a_load_is_a_hit_for_the_eviction_policy(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, hearing: Hearing
     ) -> None:
-        monkeypatch.setitem(EVICTION_POLICIES, "heard", HeardHits)
-        monkeypatch.setattr(HeardHits, "heard", [])
         engine = Engine(eviction_policy="heard")
         engine.serve(prompt(16), prompt(16))
-        assert HeardHits.heard == []
+        assert hearing.hits == []
         engine.forget_local()
         engine.serve(prompt(16))
-        assert HeardHits.heard == [[1, 2, 3]]
+        assert hearing.hits == [[1, 2, 3]]
+
+    def test_the_eviction_policy_is_told_its_options_and_its_pool(
+        self, hearing: Hearing
+    ) -> None:
+        options = {"size": 3}
+        Engine(host_blocks=8, eviction_policy="heard", eviction_policy_options=options)
+        asked = hearing.asked[-1]
+        assert (asked.options, asked.num_blocks, asked.medium) == (options, 9, "CPU")
 
     @pytest.mark.parametrize("ranks", [1, 2, 4])
     def test_host_memory_is_shared_by_all_ranks(self, ranks: int) -> None:
@@ -144,6 +177,10 @@ class TestRoom:
     def test_an_unknown_eviction_policy_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="Did you mean 'lru'"):
             OffloadConfig(cpu_bytes_to_use=1024, eviction_policy="lur")
+
+    def test_options_that_the_eviction_policy_does_not_know_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="'lru' takes no options, got size"):
+            OffloadConfig(cpu_bytes_to_use=1024, eviction_policy_options={"size": 3})
 
     def test_host_ids_name_places_in_host_memory(self) -> None:
         engine = Engine(host_blocks=6, blocks_per_chunk=2)

@@ -47,7 +47,11 @@ NO_CONTEXT = BlockContext()
 
 class EvictionPolicy(Protocol):
     """Ranks evictable blocks. Must leave model outputs unchanged by construction:
-    it can only choose among blocks that nobody uses."""
+    it can only choose among blocks that nobody uses.
+
+    A class attribute `needs_info = False` says that the policy never calls `info`; a
+    pool then need not keep what it tells, and is a third faster.
+    """
 
     def bind(self, num_blocks: int, info: Callable[[int], BlockInfo]) -> None:
         """Called once by the pool. `info(id)` is O(1) and valid for keyed ids."""

@@ -1,9 +1,14 @@
 """Least recently used: a block's rank is the time of its last release."""
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
+from kvplugin.errors import IntegrityError
 from kvplugin.policies.eviction.base import BlockContext, BlockInfo
+
+_SLACK: Final = 1024
+"""Stale entries that are never worth a clean-up."""
 
 
 class LRU:
@@ -11,13 +16,25 @@ class LRU:
 
     `release` appends, so of one request the pool should list the tail of a prefix
     before its head: the head then outlives the tail and a shorter prefix still hits.
+
+    The queue holds whole releases. A block that leaves the evictable set is not
+    searched for: its stamp changes, and its old entry is skipped when it comes up.
     """
 
+    needs_info = False
+
     def __init__(self) -> None:
-        self._queue: OrderedDict[int, None] = OrderedDict()
+        # Of each block the number of the release that made it evictable, else 0.
+        self._stamps: list[int] = []
+        # (number of a release, its blocks with the next victim last)
+        self._releases: deque[tuple[int, list[int]]] = deque()
+        self._last_release = 0
+        self._length = 0
+        self._queued = 0
 
     def bind(self, num_blocks: int, info: Callable[[int], BlockInfo]) -> None:
-        del num_blocks, info
+        del info
+        self._stamps = [0] * num_blocks
 
     def insert(self, ids: Sequence[int], ctx: BlockContext) -> None:
         del ids, ctx
@@ -26,21 +43,38 @@ class LRU:
         del ids, ctx  # recency is taken at release
 
     def pin(self, ids: Sequence[int]) -> None:
-        for block in ids:
-            del self._queue[block]
+        self._leave(ids)
 
     def release(self, ids: Sequence[int]) -> None:
-        self._queue.update(dict.fromkeys(ids))
+        self._last_release = number = self._last_release + 1
+        stamps = self._stamps
+        for block in ids:
+            stamps[block] = number
+        self._releases.append((number, list(ids[::-1])))
+        self._length += len(ids)
+        self._queued += len(ids)
+        if self._queued > 2 * self._length + _SLACK:
+            self._drop_stale_entries()
 
     def forget(self, ids: Sequence[int]) -> None:
-        for block in ids:
-            self._queue.pop(block, None)
+        self._leave([block for block in ids if self._stamps[block]])
 
     def victims(self, n: int) -> list[int]:
-        if n > len(self._queue):
-            raise ValueError(f"{n} victims wanted, {len(self._queue)} evictable")
-        pop = self._queue.popitem
-        return [pop(last=False)[0] for _ in range(n)]
+        if n > self._length:
+            raise ValueError(f"{n} victims wanted, {self._length} evictable")
+        stamps = self._stamps
+        victims: list[int] = []
+        while len(victims) < n:
+            number, blocks = self._releases[0]
+            wanted = n - len(victims)
+            first = blocks[-wanted:]
+            del blocks[-wanted:]
+            if not blocks:
+                self._releases.popleft()
+            self._queued -= len(first)
+            victims += [block for block in first[::-1] if stamps[block] == number]
+        self._leave(victims)
+        return victims
 
     def step(
         self, now: float, soon: Iterable[bytes], dropped: Mapping[bytes, int]
@@ -48,10 +82,30 @@ class LRU:
         del now, soon, dropped
 
     def order(self) -> Iterator[int]:
-        return iter(self._queue)
+        for number, blocks in self._releases:
+            yield from (b for b in reversed(blocks) if self._stamps[b] == number)
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return self._length
 
     def check(self) -> None:
-        """An ordered set cannot disagree with itself."""
+        stamped = sum(stamp != 0 for stamp in self._stamps)
+        if not stamped == self._length == len(list(self.order())):
+            raise IntegrityError("LRU: stamps, queue and length disagree")
+        if self._queued != sum(len(blocks) for _, blocks in self._releases):
+            raise IntegrityError("LRU: queued entries are miscounted")
+
+    def _leave(self, ids: Sequence[int]) -> None:
+        stamps = self._stamps
+        for block in ids:
+            stamps[block] = 0
+        self._length -= len(ids)
+
+    def _drop_stale_entries(self) -> None:
+        """Linear in the queue, and due only after as many releases: amortised O(1)."""
+        fresh = (
+            (number, [b for b in blocks if self._stamps[b] == number])
+            for number, blocks in self._releases
+        )
+        self._releases = deque((number, blocks) for number, blocks in fresh if blocks)
+        self._queued = self._length

@@ -1,0 +1,108 @@
+"""The built-in answers to the hooks that build: a plugin like any other, asked last.
+
+Everything is imported when it is asked for: whoever only lists plugins pays for none
+of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from kvplugin.errors import ConfigError
+from kvplugin.hooks import (
+    BlockPoolContext,
+    CheckpointContext,
+    CoordinatorContext,
+    EvictionPolicyContext,
+    ManagerContext,
+    hookimpl,
+)
+
+if TYPE_CHECKING:
+    from kvplugin.block_pool import BlockPool
+    from kvplugin.coordinator import KVCacheCoordinator
+    from kvplugin.groups import GroupingConfig
+    from kvplugin.managers import SingleTypeKVCacheManager
+    from kvplugin.policies.eviction import EvictionPolicy
+    from kvplugin.spec import KVCacheGroupSpec, KVCacheSpec
+
+
+@hookimpl
+def kvp_register_eviction_policies() -> Mapping[str, str]:
+    """The policies of the core."""
+    return {"lru": "least recently used; the default"}
+
+
+@hookimpl(trylast=True)
+def kvp_make_eviction_policy(ctx: EvictionPolicyContext) -> EvictionPolicy | None:
+    """LRU, also where no name is given."""
+    from kvplugin.policies.eviction import LRU
+
+    if ctx.name not in ("", "lru"):
+        return None
+    if ctx.options:
+        raise ConfigError(
+            f"eviction policy 'lru' takes no options, got {', '.join(ctx.options)} in "
+            "eviction_policy_options"
+        )
+    return LRU()
+
+
+@hookimpl(trylast=True)
+def kvp_make_block_pool(ctx: BlockPoolContext) -> BlockPool:
+    """`kvplugin.BlockPool`, or the one with 0.19.1's free list."""
+    from kvplugin.block_pool import BlockPool
+    from kvplugin.single_list import SingleListPool
+
+    single = ctx.parity is not None and ctx.parity.single_free_list
+    return (SingleListPool if single else BlockPool)(
+        ctx.num_blocks,
+        policy=ctx.policy,
+        block_size=ctx.block_size,
+        enable_events=ctx.enable_events,
+        medium=ctx.medium,
+        residency=ctx.residency,
+        lineage=ctx.lineage,
+    )
+
+
+@hookimpl(trylast=True)
+def kvp_make_coordinator(ctx: CoordinatorContext) -> KVCacheCoordinator:
+    """The coordinator for this number of groups."""
+    from kvplugin.coordinator import make_coordinator
+    from kvplugin.parity import NO_PARITY
+
+    return make_coordinator(
+        ctx.pool,
+        ctx.managers,
+        enable_caching=ctx.enable_caching,
+        use_eagle=ctx.use_eagle,
+        parity=ctx.parity or NO_PARITY,
+    )
+
+
+@hookimpl(trylast=True)
+def kvp_make_manager(
+    spec: KVCacheSpec, ctx: ManagerContext
+) -> SingleTypeKVCacheManager:
+    """The manager for the spec's exact type."""
+    from kvplugin.managers import make_manager
+
+    return make_manager(spec, ctx.pool, ctx.settings)
+
+
+@hookimpl(trylast=True)
+def kvp_group_layers(
+    specs: Mapping[str, KVCacheSpec], config: GroupingConfig
+) -> list[KVCacheGroupSpec]:
+    """The grouping of vLLM."""
+    from kvplugin.groups import get_kv_cache_groups
+
+    return get_kv_cache_groups(specs, config)
+
+
+@hookimpl(trylast=True)
+def kvp_choose_checkpoints(ctx: CheckpointContext) -> Collection[int]:
+    """Every boundary."""
+    return ctx.boundaries

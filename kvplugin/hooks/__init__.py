@@ -1,0 +1,36 @@
+"""Hooks: what plugins implement and how the core calls them.
+
+The only package that knows pluggy. Plugins come from the entry-point group
+``kvplugin`` and are loaded by `get_hooks`, never at import. `specs.py` is the
+contract, `contexts.py` what hooks are told, `facade.py` what the core calls.
+"""
+
+from kvplugin.hooks.contexts import (
+    BlockPoolContext,
+    CheckpointContext,
+    CoordinatorContext,
+    EvictionPolicyContext,
+    FreedContext,
+    ManagerContext,
+)
+from kvplugin.hooks.facade import Hooks, get_hooks, registered_commands
+from kvplugin.hooks.markers import HOOK_API_VERSION, hookimpl
+from kvplugin.hooks.plugins import PluginInfo, load_plugins
+from kvplugin.hooks.specs import HookSpecs
+
+__all__ = [
+    "HOOK_API_VERSION",
+    "BlockPoolContext",
+    "CheckpointContext",
+    "CoordinatorContext",
+    "EvictionPolicyContext",
+    "FreedContext",
+    "HookSpecs",
+    "Hooks",
+    "ManagerContext",
+    "PluginInfo",
+    "get_hooks",
+    "hookimpl",
+    "load_plugins",
+    "registered_commands",
+]

@@ -1,0 +1,166 @@
+"""Every hook there is, with its contract. docs/hooks.md has an example of each.
+
+Four families, told apart by their names:
+
+- ``kvp_register_*``: every plugin contributes; the same name twice is an error.
+- ``kvp_make_*`` and ``kvp_group_layers``: build an object while the engine starts. The
+  first plugin that answers is taken, the built-in is asked last. None means "not
+  mine". A plugin that raises or answers something impossible ends the start with a
+  `PluginError`; a `ConfigError` or `CapacityError` that it raises reaches the user
+  as it is.
+- ``kvp_choose_*``: asked at most once a request. None means "no opinion". If a plugin
+  fails, this one call gets the built-in's answer and an ERROR is logged.
+- ``kvp_on_*``: told; answers are ignored. A failure is logged with the plugin's name
+  and hides nothing from others.
+
+Hooks of the last two families are called in the thread of the engine's step, so what
+they spend the engine waits for. Plugins are asked in reverse order of their
+registration (`tryfirst` and `trylast` change that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kvplugin.hooks.contexts import (
+    BlockPoolContext,
+    CheckpointContext,
+    CoordinatorContext,
+    EvictionPolicyContext,
+    FreedContext,
+    ManagerContext,
+)
+from kvplugin.hooks.markers import hookspec
+
+if TYPE_CHECKING:
+    import click
+
+    from kvplugin.block_pool import BlockPool
+    from kvplugin.coordinator import KVCacheCoordinator
+    from kvplugin.events import KVCacheEvent
+    from kvplugin.explain import LookupExplanation
+    from kvplugin.groups import GroupingConfig
+    from kvplugin.managers import SingleTypeKVCacheManager
+    from kvplugin.policies.eviction import EvictionPolicy
+    from kvplugin.spec import KVCacheGroupSpec, KVCacheSpec
+
+
+class HookSpecs(Protocol):
+    """The hooks; `kvplugin.hooks.facade.Hooks` is how the core calls them."""
+
+    # -- contributed ---------------------------------------------------------------
+
+    @hookspec
+    def kvp_register_commands(self) -> Sequence[click.Command]:
+        """Commands that the plugin adds to `kvplugin`.
+
+        When: the command line starts. Once a process, in its main thread; may block.
+        Answer: commands with new names; None: the plugin has none.
+        """
+
+    @hookspec
+    def kvp_register_eviction_policies(self) -> Mapping[str, str]:
+        """Names of the eviction policies that the plugin can make.
+
+        When: plugins are listed, or a configuration names a policy that nobody
+        makes. Any process and thread; should not block.
+        Answer: one line of description a name; names must be new; None: the plugin
+        has none. Each name must be answered by `kvp_make_eviction_policy`.
+        """
+
+    # -- built once ----------------------------------------------------------------
+
+    @hookspec(firstresult=True)
+    def kvp_make_eviction_policy(
+        self, ctx: EvictionPolicyContext
+    ) -> EvictionPolicy | None:
+        """A fresh, unbound eviction policy.
+
+        When: once a block pool (the engine's own, the host tier's) while the engine
+        starts, in the process of the scheduler; also wherever a configuration that
+        names the policy is validated (command line, workers). Main thread; may
+        block. An empty name asks for the default.
+        Answer: None: the policy of this name is not mine.
+        Raises: `ConfigError` for options that it does not know or cannot take.
+        """
+
+    @hookspec(firstresult=True)
+    def kvp_make_block_pool(self, ctx: BlockPoolContext) -> BlockPool | None:
+        """The pool of the engine's blocks.
+
+        When: once an engine, while it starts, in the process and main thread of the
+        scheduler; may block.
+        Answer: a pool, or something with its methods, with `ctx.num_blocks` ids of
+        which all but the null block are free. None: the next plugin's pool.
+        """
+
+    @hookspec(firstresult=True)
+    def kvp_make_coordinator(
+        self, ctx: CoordinatorContext
+    ) -> KVCacheCoordinator | None:
+        """What brings the hits and allocations of all groups together.
+
+        When: once an engine, after its pool and the managers of its groups; process
+        and thread of the scheduler; may block.
+        Answer: a coordinator, or something with its methods. None: the next one's.
+        """
+
+    @hookspec(firstresult=True)
+    def kvp_make_manager(
+        self, spec: KVCacheSpec, ctx: ManagerContext
+    ) -> SingleTypeKVCacheManager | None:
+        """The manager of one group, by the type of its layers.
+
+        When: once a group, between the pool and the coordinator; process and thread
+        of the scheduler; may block.
+        Answer: a manager, or something with its methods. None: not my kind of spec.
+        """
+
+    @hookspec(firstresult=True)
+    def kvp_group_layers(
+        self, specs: Mapping[str, KVCacheSpec], config: GroupingConfig
+    ) -> list[KVCacheGroupSpec] | None:
+        """Which layers share a block table.
+
+        When: once an engine (and wherever a plan is computed), before its pool; main
+        thread; may block. `specs` is by layer name.
+        Answer: groups that hold every layer exactly once. None: the next one's.
+        """
+
+    # -- asked ---------------------------------------------------------------------
+
+    @hookspec(firstresult=True)
+    def kvp_choose_checkpoints(self, ctx: CheckpointContext) -> Collection[int] | None:
+        """After which tokens of a request its state layers keep a checkpoint.
+
+        When: at most once an admission of a request and group of state layers (Mamba)
+        that keeps several states; thread of the scheduler's step; must not block.
+        Answer: some of `ctx.boundaries`; None: no opinion. The built-in answers all.
+        """
+
+    # -- told ----------------------------------------------------------------------
+
+    @hookspec
+    def kvp_on_events(self, events: Sequence[KVCacheEvent]) -> None:
+        """KV events (stored, removed, cleared), oldest first, never an empty list.
+
+        When: once a step that had any, where events are enabled; thread of the
+        scheduler's step; must not block. Events are shared: change nothing.
+        """
+
+    @hookspec
+    def kvp_on_request_freed(self, request_id: str, ctx: FreedContext) -> None:
+        """A request gave its blocks back: finished, aborted or preempted.
+
+        When: each time, after the blocks were freed; thread of the scheduler's step;
+        must not block.
+        """
+
+    @hookspec
+    def kvp_on_lost_hit(self, explanation: LookupExplanation) -> None:
+        """A lookup found less than the request might have hit, and this is why.
+
+        When: at most once a lookup, and computed only if somebody listens; thread of
+        the scheduler's step; must not block.
+        """

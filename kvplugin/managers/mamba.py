@@ -1,0 +1,278 @@
+"""State-space layers: a block holds a whole recurrent state, not tokens.
+
+Where states are kept depends on the spec's `mamba_cache_mode`:
+
+- ``none``: one block a request, however long; nothing is cached.
+- ``all``: one state a block of tokens, each a possible hit.
+- ``align``: the state after each step, in the block where the step ends. A row looks
+  like ``[null, S, null, null, S, spec...]``: the scheduler ends the steps of a prefill
+  at block boundaries, and states before the last are kept only through their key.
+
+A hit needs one block: the state at its end. Drafts need `num_speculative_blocks` more
+states beside the running one (a rejected token cannot be taken out of a state).
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kvplugin.block import NULL_BLOCK
+from kvplugin.block_pool import BlockPool
+from kvplugin.errors import IntegrityError
+from kvplugin.managers.base import (
+    NEVER,
+    ManagerSettings,
+    SingleTypeKVCacheManager,
+    cdiv,
+)
+from kvplugin.request import RequestLike
+from kvplugin.spec import MambaSpec
+
+
+class MambaManager(SingleTypeKVCacheManager):
+    """Modes ``none`` and ``all``."""
+
+    kind = "mamba"
+    kv_cache_spec: MambaSpec
+
+    def __init__(
+        self,
+        kv_cache_spec: MambaSpec,
+        block_pool: BlockPool,
+        settings: ManagerSettings,
+    ) -> None:
+        super().__init__(kv_cache_spec, block_pool, settings)
+        self.num_speculative_blocks = kv_cache_spec.num_speculative_blocks
+        self._cached_this_step: set[bytes | None] = set()
+        self._checkpoints: dict[str, frozenset[int]] = {}
+
+    def set_checkpoints(self, request_id: str, boundaries: Iterable[int]) -> None:
+        """Keep states of this request only where one of `boundaries` (computed tokens)
+        falls on a block's end; others lose their place in the cache at once."""
+        self._checkpoints[request_id] = frozenset(boundaries)
+
+    def find_longest_cache_hit(
+        self,
+        block_hashes: Sequence[bytes],
+        max_length: int,
+        kv_cache_group_ids: Sequence[int],
+        alignment_tokens: int,
+        use_eagle: bool = False,
+    ) -> tuple[list[int], ...]:
+        del use_eagle  # draft models have no state layers
+        unit = alignment_tokens // self.block_size
+        limit = min(max_length // self.block_size, len(block_hashes))
+        for i in range(limit // unit * unit - 1, -1, -unit):
+            states = self.block_pool.get_cached_block(
+                block_hashes[i], kv_cache_group_ids
+            )
+            if states is not None:
+                return tuple([NULL_BLOCK] * i + [state] for state in states)
+        return tuple([] for _ in kv_cache_group_ids)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[int],
+        total_computed_tokens: int,
+        num_tokens_main_model: int,
+        whole_request: bool = False,
+    ) -> int:
+        """As in the base, but a state that another request computes in this very step
+        cannot be copied from yet: the answer is then more than the pool has, and the
+        request waits for the next step."""
+        if new_computed_blocks and self._cached_this_step:
+            key = self.block_pool.key_of(new_computed_blocks[-1])
+            if key in self._cached_this_step:
+                return self.block_pool.num_blocks + 1
+        return self._count(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_tokens_main_model,
+            whole_request,
+        )
+
+    def _count(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[int],
+        total_computed_tokens: int,
+        num_tokens_main_model: int,
+        whole_request: bool,
+    ) -> int:
+        return super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens + self._speculative_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_tokens_main_model,
+            whole_request,
+        )
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[int]:
+        return super().allocate_new_blocks(
+            request_id, num_tokens + self._speculative_tokens, num_tokens_main_model
+        )
+
+    @property
+    def _speculative_tokens(self) -> int:
+        return self.num_speculative_blocks * self.block_size
+
+    def max_live_blocks(self) -> int:
+        """States of one step's blocks, the one before them, and those of drafts."""
+        limits = self.settings.limits
+        if limits is None:
+            return NEVER
+        tokens = min(limits.max_in_flight_tokens, limits.max_model_len)
+        return cdiv(tokens, self.block_size) + 1 + self.num_speculative_blocks
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens - 1
+
+    def remove_skipped_blocks(
+        self, request_id: str, total_computed_tokens: int
+    ) -> None:
+        """As in the base; drafts among the computed tokens may yet be rejected, so
+        all of them are taken to be."""
+        settled = max(total_computed_tokens - self.num_speculative_blocks, 0)
+        super().remove_skipped_blocks(request_id, settled)
+
+    def _cacheable(self, request_id: str, start: int, stop: int) -> list[int]:
+        blocks = super()._cacheable(request_id, start, stop)
+        kept = self._checkpoints.get(request_id)
+        if kept is None:
+            return blocks
+        ends = range((start + 1) * self.block_size, NEVER, self.block_size)
+        return [
+            block if end in kept else NULL_BLOCK
+            for block, end in zip(blocks, ends, strict=False)
+        ]
+
+    def _cached(
+        self,
+        request: RequestLike,
+        start: int,
+        stop: int,
+        hashes: Sequence[bytes],
+        given: Sequence[int],
+        parent: bytes | None,
+    ) -> None:
+        super()._cached(request, start, stop, hashes, given, parent)
+        row, key_of = self.req_to_blocks[request.request_id], self.block_pool.key_of
+        self._cached_this_step.update(key_of(row[start + i]) for i in given)
+
+    def new_step_starts(self) -> None:
+        self._cached_this_step.clear()
+
+    def free(self, request_id: str) -> None:
+        self._checkpoints.pop(request_id, None)
+        super().free(request_id)
+
+
+class AlignedMambaManager(MambaManager):
+    """Mode ``align``: of a row only the last state and those of drafts are blocks."""
+
+    def __init__(
+        self,
+        kv_cache_spec: MambaSpec,
+        block_pool: BlockPool,
+        settings: ManagerSettings,
+    ) -> None:
+        super().__init__(kv_cache_spec, block_pool, settings)
+        self.last_state_block_idx: dict[str, int] = {}
+        """Position in the row of the state that the step before left."""
+        self._allocated: set[str] = set()
+
+    def _count(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[int],
+        total_computed_tokens: int,
+        num_tokens_main_model: int,
+        whole_request: bool,
+    ) -> int:
+        del num_tokens, total_computed_tokens, whole_request
+        have = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
+        new = self._required(num_tokens_main_model) - have
+        if new > 0:
+            # Draft states of the step before serve again.
+            again = request_id in self._allocated
+            new = 1 if again else 1 + self.num_speculative_blocks
+        return max(new, 0) + self.block_pool.num_evictable(new_computed_blocks)
+
+    def _required(self, num_tokens_main_model: int) -> int:
+        # Lookahead tokens get no state: no draft model has state layers, and they
+        # would move the step's end off the block boundary.
+        return cdiv(num_tokens_main_model, self.block_size) + (
+            self.num_speculative_blocks
+        )
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[int]:
+        """The row's new entries: null where no state is kept, then draft states that
+        moved up from their old place, then new blocks."""
+        del num_tokens
+        row = self.req_to_blocks.setdefault(request_id, [])
+        had = len(row)
+        required = self._required(num_tokens_main_model)
+        if required <= had:
+            return []
+        self._note_last_state(request_id, had)
+        last = required - 1 - self.num_speculative_blocks
+        row += [NULL_BLOCK] * (last - had)
+        if request_id in self._allocated:
+            self._move_draft_states(row, had, last)
+        self._allocated.add(request_id)
+        self._extend(row, required - len(row))
+        return row[had:]
+
+    def _note_last_state(self, request_id: str, had: int) -> None:
+        if request_id in self._allocated:
+            self.last_state_block_idx[request_id] = (
+                had - 1 - self.num_speculative_blocks
+            )
+        elif had:
+            self.last_state_block_idx[request_id] = had - 1  # the state that was hit
+
+    def _move_draft_states(self, row: list[int], had: int, last: int) -> None:
+        for i in range(had - self.num_speculative_blocks, min(had, last)):
+            row.append(row[i])
+            row[i] = NULL_BLOCK
+
+    def remove_skipped_blocks(
+        self, request_id: str, total_computed_tokens: int
+    ) -> None:
+        """As in the base, and the state before the last one: the step in between has
+        copied from it."""
+        super().remove_skipped_blocks(request_id, total_computed_tokens)
+        settled = max(total_computed_tokens - self.num_speculative_blocks, 0)
+        last = self.last_state_block_idx.get(request_id)
+        if last is None or last >= cdiv(settled, self.block_size) - 1:
+            return
+        row = self.req_to_blocks[request_id]
+        if row[last] != NULL_BLOCK:
+            self.block_pool.free_blocks([row[last]])
+            row[last] = NULL_BLOCK
+
+    def max_live_blocks(self) -> int:
+        """The running state, the one it is copied from, and those of drafts."""
+        return 2 + self.num_speculative_blocks
+
+    def free(self, request_id: str) -> None:
+        self._allocated.discard(request_id)
+        self.last_state_block_idx.pop(request_id, None)
+        super().free(request_id)
+
+    def check(self) -> None:
+        super().check()
+        for request_id, last in self.last_state_block_idx.items():
+            if last >= len(self.req_to_blocks.get(request_id, ())):
+                raise IntegrityError(
+                    f"request {request_id}: last state {last} is outside its row"
+                )

@@ -1,0 +1,162 @@
+"""An eviction policy as a pool uses it: asked for order, trusted with nothing else.
+
+A policy that raises or answers something impossible is replaced by LRU for the life
+of the pool, and no block is lost: LRU is rebuilt from what the pool knows.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from kvplugin.errors import IntegrityError
+from kvplugin.policies.eviction import LRU, BlockContext, BlockInfo, EvictionPolicy
+
+logger = logging.getLogger("vllm.kvplugin.block_pool")
+
+
+class Ranking:
+    """The evictable blocks of a pool in a policy's order.
+
+    Args:
+        policy: the policy, not bound yet.
+        refs: reference count of each block; the pool's own list, read only.
+        hashes: hash of each block or None; the pool's own list, read only.
+        info: what the policy may ask of a keyed block.
+    """
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        refs: Sequence[int],
+        hashes: Sequence[bytes | None],
+        info: Callable[[int], BlockInfo],
+    ) -> None:
+        self.failures = 0
+        self._refs = refs
+        self._hashes = hashes
+        self._info = info
+        self._count = 0
+        # The order of last releases, so that recency outlives the policy.
+        self._released_at = [] if type(policy) is LRU else [0] * len(refs)
+        self._releases = 0
+        self._use(policy)
+
+    def __len__(self) -> int:
+        """Evictable blocks, as the pool counts them."""
+        return self._count
+
+    def insert(self, ids: Sequence[int], ctx: BlockContext) -> None:
+        """Blocks in use were given a key."""
+        self._tell(self._policy.insert, ids, ctx)
+
+    def hit(self, ids: Sequence[int], ctx: BlockContext) -> None:
+        """A request adopted these blocks."""
+        self._tell(self._policy.hit, ids, ctx)
+
+    def pin(self, ids: Sequence[int]) -> None:
+        """Evictable blocks come into use."""
+        self._count -= len(ids)
+        self._tell(self._policy.pin, ids)
+
+    def release(self, ids: Sequence[int]) -> None:
+        """Keyed blocks fell out of use; what should go first is listed first."""
+        self._count += len(ids)
+        if self._released_at:
+            for block in ids:
+                self._releases += 1
+                self._released_at[block] = self._releases
+        self._tell(self._policy.release, ids)
+
+    def forget(self, ids: Sequence[int], num_evictable: int) -> None:
+        """Keys are about to go; the pool still has them while the policy is told.
+
+        Args:
+            ids: the blocks.
+            num_evictable: how many of them are not in use.
+        """
+        try:
+            self._policy.forget(ids)
+        except Exception:
+            self._fall_back()
+            self._policy.forget(ids)
+        self._count -= num_evictable
+
+    def step(
+        self, now: float, soon: Iterable[bytes], dropped: Mapping[bytes, int]
+    ) -> None:
+        """The engine's step begins."""
+        self._tell(self._policy.step, now, soon, dropped)
+
+    def victims(self, n: int) -> list[int]:
+        """`n` evictable blocks that the pool takes now, `n` at most `len(self)`."""
+        victims = self._policy.victims(n) if self._is_own else self._choose(n)
+        self._count -= n
+        return victims
+
+    def order(self) -> Iterator[int]:
+        """Evictable blocks, next victim first."""
+        return self._policy.order()
+
+    def check(self) -> None:
+        """Verify that the policy ranks exactly the evictable blocks.
+
+        Raises:
+            IntegrityError: it does not.
+        """
+        evictable = self._evictable()
+        if sorted(self._policy.order()) != evictable:
+            raise IntegrityError(
+                "the policy's evictable set differs from the free keyed blocks"
+            )
+        if not len(evictable) == len(self._policy) == self._count:
+            raise IntegrityError("policy and pool count evictable blocks differently")
+        self._policy.check()
+
+    def _use(self, policy: EvictionPolicy) -> None:
+        # LRU is what the pool falls back to: it is trusted as the pool itself is.
+        self._is_own = type(policy) is LRU
+        self._policy = policy
+        policy.bind(len(self._refs), self._info)
+
+    def _tell(self, call: Callable[..., None], *args: object) -> None:
+        """Tell the policy what has happened; LRU learns it from the pool's lists."""
+        try:
+            call(*args)
+        except Exception:
+            self._fall_back()
+
+    def _choose(self, n: int) -> list[int]:
+        try:
+            victims = self._policy.victims(n)
+            self._verify(victims, n)
+        except Exception:
+            self._fall_back()
+            victims = self._policy.victims(n)
+        return victims
+
+    def _verify(self, victims: Sequence[int], n: int) -> None:
+        if len(victims) != n or len(set(victims)) != n:
+            raise IntegrityError(f"{n} distinct victims wanted, got {victims}")
+        for block in victims:
+            if type(block) is not int or not 0 < block < len(self._refs):
+                raise IntegrityError(f"victim {block!r} is not a block of the pool")
+            if self._refs[block] or self._hashes[block] is None:
+                raise IntegrityError(f"victim {block} is not a free keyed block")
+
+    def _evictable(self) -> list[int]:
+        pairs = zip(self._refs, self._hashes, strict=True)
+        return [
+            b for b, (refs, key) in enumerate(pairs) if key is not None and not refs
+        ]
+
+    def _fall_back(self) -> None:
+        logger.exception(
+            "eviction policy %s failed and is replaced by LRU",
+            type(self._policy).__name__,
+        )
+        self.failures += 1
+        evictable = self._evictable()
+        if self._released_at:
+            evictable.sort(key=self._released_at.__getitem__)
+        self._released_at = []
+        self._use(LRU())
+        self._policy.release(evictable)
