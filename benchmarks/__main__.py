@@ -2,7 +2,7 @@
 
 import click
 
-from benchmarks import copy, offload, start
+from benchmarks import copy, core, hashing, offload, start
 
 
 @click.group(invoke_without_command=True)
@@ -14,7 +14,7 @@ def main(context: click.Context) -> None:
             context.invoke(command)
 
 
-COMMANDS = (start.main, copy.main, offload.main)
+COMMANDS = (start.main, hashing.main, core.main, copy.main, offload.main)
 for command in COMMANDS:
     main.add_command(command)
 

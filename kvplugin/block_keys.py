@@ -79,13 +79,21 @@ class BlockKeys:
         if self.index.has_twins:
             self.take_each(ids)
             return
+        if len(self.index.first) == 1:
+            self._take_of_group_0(ids)
+            return
         hashes, groups, first = self.hashes, self._groups, self.index.first
         for block in ids:
             group = groups[block]
             del first[group][hashes[block]]  # type: ignore[arg-type]  # keyed
             hashes[block] = None
-            if group:
-                groups[block] = 0
+            groups[block] = 0
+
+    def _take_of_group_0(self, ids: Sequence[int]) -> None:
+        hashes, first = self.hashes, self.index.first[0]
+        for block in ids:
+            del first[hashes[block]]  # type: ignore[arg-type]  # keyed
+            hashes[block] = None
 
     def take_each(self, ids: Iterable[int]) -> list[tuple[int, bytes]]:
         """`take` that tells: (group, hash) of each key that no block has any more."""

@@ -18,33 +18,19 @@ such a call returns at once.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from kvplugin.assembly import make_coordinator, make_pool
 from kvplugin.coordinator import Rows
 from kvplugin.errors import ConfigError
 from kvplugin.events import KVCacheEvent
 from kvplugin.explain import LookupExplanation, LookupHistory, explain_lookup
 from kvplugin.hashing import HashFormat
-from kvplugin.hooks import (
-    BlockPoolContext,
-    CheckpointContext,
-    CoordinatorContext,
-    EvictionPolicyContext,
-    FreedContext,
-    Hooks,
-    ManagerContext,
-    get_hooks,
-)
+from kvplugin.hooks import CheckpointContext, FreedContext, Hooks, get_hooks
 from kvplugin.kv_cache_blocks import KVCacheBlocks
-from kvplugin.managers import MambaManager, ManagerSettings, SingleTypeKVCacheManager
+from kvplugin.managers import MambaManager, ManagerSettings
 from kvplugin.parity import NO_PARITY, Parity
 from kvplugin.request import RequestLike
 from kvplugin.residency import ResidencySampler
-from kvplugin.spec import (
-    EngineLimits,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    UniformTypeKVCacheSpecs,
-)
+from kvplugin.spec import EngineLimits, KVCacheConfig
 from kvplugin.stats import PrefixCacheStats
 from kvplugin.token_check import TokenCheck
 
@@ -112,27 +98,6 @@ class KVCacheManager:
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self._hooks = get_hooks() if hooks is None else hooks
-        self.block_pool = self._hooks.make_block_pool(
-            BlockPoolContext(
-                num_blocks=kv_cache_config.num_blocks,
-                policy=self._hooks.make_eviction_policy(
-                    EvictionPolicyContext(
-                        name=eviction_policy,
-                        options=eviction_policy_options or {},
-                        num_blocks=kv_cache_config.num_blocks,
-                    )
-                ),
-                block_size=hash_block_size,
-                enable_caching=enable_caching,
-                enable_events=enable_kv_cache_events,
-                residency=metrics_collector,
-                parity=parity,
-            )
-        )
-        self.lookup_history = self.block_pool.listener = lookup_history
-        self._token_check = None
-        if hash_format is not None and hash_format.needs_token_check:
-            self._token_check = TokenCheck(self.block_pool, hash_block_size)
         settings = ManagerSettings(
             enable_caching=enable_caching,
             hash_block_size=hash_block_size,
@@ -140,21 +105,24 @@ class KVCacheManager:
             limits=_limits(max_model_len, max_num_batched_tokens),
             context_parallel_size=dcp_world_size * pcp_world_size,
             report_new_blocks=kv_cache_config.needs_kv_cache_zeroing,
-            token_check=self._token_check,
             parity=parity,
         )
-        self.coordinator = self._hooks.make_coordinator(
-            CoordinatorContext(
-                kv_cache_config=kv_cache_config,
-                pool=self.block_pool,
-                managers=[
-                    self._make_manager(i, group, settings)
-                    for i, group in enumerate(kv_cache_config.kv_cache_groups)
-                ],
-                enable_caching=enable_caching,
-                use_eagle=use_eagle,
-                parity=parity,
-            )
+        self.block_pool = make_pool(
+            self._hooks,
+            kv_cache_config,
+            settings,
+            eviction_policy=eviction_policy,
+            eviction_policy_options=eviction_policy_options or {},
+            enable_events=enable_kv_cache_events,
+            residency=metrics_collector,
+        )
+        self.lookup_history = self.block_pool.listener = lookup_history
+        self._token_check = None
+        if hash_format is not None and hash_format.needs_token_check:
+            self._token_check = TokenCheck(self.block_pool, hash_block_size)
+            settings = replace(settings, token_check=self._token_check)
+        self.coordinator = make_coordinator(
+            self._hooks, kv_cache_config, self.block_pool, settings, use_eagle=use_eagle
         )
         self.empty_kv_cache_blocks = KVCacheBlocks(
             self.block_pool, tuple(() for _ in range(self.num_kv_cache_groups))
@@ -164,21 +132,6 @@ class KVCacheManager:
         self._quiet: dict[str, int] = {}
         # Requests alive when keys were taken away: they may compute blocks again.
         self._rewindable: set[str] = set()
-
-    def _make_manager(
-        self, group: int, layers: KVCacheGroupSpec, settings: ManagerSettings
-    ) -> SingleTypeKVCacheManager:
-        spec = layers.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
-            # Its layers differ in bytes only; any of them says which tokens are kept.
-            spec = next(iter(spec.kv_cache_specs.values()))
-        settings = replace(settings, group=group)
-        if settings.parity.zeroes_full_attention_only:
-            settings = replace(
-                settings, report_new_blocks=type(spec) is FullAttentionSpec
-            )
-        ctx = ManagerContext(pool=self.block_pool, settings=settings)
-        return self._hooks.make_manager(spec, ctx)
 
     # -- lookup and admission ------------------------------------------------------
 
@@ -197,6 +150,8 @@ class KVCacheManager:
                 num_hits=hit,
                 preempted=request.num_preemptions > 0,
             )
+        if self._hooks.hears_lost_hit and hit < request.num_tokens:
+            self._hooks.on_lost_hit(self.explain_lookup(request))
         return self.create_kv_cache_blocks(rows), hit
 
     def _find_hit(self, request: RequestLike) -> tuple[Rows, int]:
@@ -349,7 +304,7 @@ class KVCacheManager:
         if self.enable_caching and not delay_cache_blocks:
             if request_id in self._rewindable:
                 coordinator.rewind(request_id, request.num_computed_tokens)
-            coordinator.cache_blocks(request, min(main, request.num_tokens))
+            coordinator.cache_blocks(request, min(main, slots, request.num_tokens))
         self._quiet[request_id] = coordinator.quiet_until(request_id, total)
         return self.create_kv_cache_blocks(new)
 

@@ -185,6 +185,7 @@ class GroupLookup:
         how = self._how_lost(block)
         if how is not None:
             return LostHit.EVICTED, how
+        # Before other identities: this one computed the prefix, so it is not at fault.
         kind = self.manager.kind
         if (block + 1) * self.size <= computed_until and kind in _KEEPS_SOME:
             return _KEEPS_SOME[kind], ""

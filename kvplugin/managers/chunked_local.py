@@ -44,6 +44,12 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
                 break
             for row, block in zip(rows, blocks, strict=True):
                 row.append(block)
+        hit = len(rows[0]) * self.block_size
+        if self.get_num_skipped_tokens(hit) // self.block_size < start:
+            # It ends in the chunk before, some of whose blocks are null here.
+            return self.find_longest_cache_hit(
+                block_hashes, hit, kv_cache_group_ids, alignment_tokens
+            )
         return rows
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:

@@ -27,14 +27,17 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         limit = max_length // self.block_size
         if use_eagle and not self._drops_blindly:
             limit += 1
+        unit = alignment_tokens // self.block_size
         rows = tuple(
-            self._prefix(islice(block_hashes, limit), group)
-            for group in kv_cache_group_ids
+            [
+                self._prefix(islice(block_hashes, limit), group)
+                for group in kv_cache_group_ids
+            ]
         )
         length = min(map(len, rows)) - (1 if use_eagle else 0)
-        length -= length % (alignment_tokens // self.block_size)
+        length = max(length - length % unit, 0)
         for row in rows:
-            del row[max(length, 0) :]
+            del row[length:]
         return rows
 
     def _prefix(self, hashes: Iterable[bytes], group: int) -> list[int]:

@@ -260,6 +260,10 @@ class AlignedMambaManager(MambaManager):
             self.block_pool.free_blocks([row[last]])
             row[last] = NULL_BLOCK
 
+    def rewind(self, request_id: str, num_computed_tokens: int) -> None:
+        """Nothing gets its key again: a step leaves the state at its end only, and
+        that need not be where a step ended before."""
+
     def max_live_blocks(self) -> int:
         """The running state, the one it is copied from, and those of drafts."""
         return 2 + self.num_speculative_blocks

@@ -89,8 +89,8 @@ class NaiveManager:
     holders: dict[str, Holder] = field(default_factory=dict)
     bytes: dict[int, tuple[int, Prefix]] = field(default_factory=dict)
     keys: dict[int, tuple[int, Prefix]] = field(default_factory=dict)
-    fresh_states: set[int] = field(default_factory=set)
-    """States keyed in this step, which nobody can copy from yet."""
+    fresh_states: set[tuple[int, Prefix]] = field(default_factory=set)
+    """Keys of states given in this step: nobody can copy from them yet."""
 
     # -- lookup --------------------------------------------------------------------
 
@@ -159,6 +159,7 @@ class NaiveManager:
     ) -> int:
         """Free blocks that room for `slots` tokens takes."""
         holder, needed = self.holders.get(name), 0
+        hits = hits or [[] for _ in self.groups]
         for g, group in enumerate(self.groups):
             length = group.row_length(slots, main)
             have = len(holder.rows[g]) if holder else len(hits[g])
@@ -189,20 +190,20 @@ class NaiveManager:
     ) -> None:
         """The rows that the manager made; what is new in them must have been free."""
         holder, used = self.holders[name], self.used
-        adopted = {block for row in hits for block in row if block}
+        victims: list[int] = []
         for g, row in enumerate(rows):
-            had = set(holder.rows[g])
-            new = [block for block in row if block and block not in had | adopted]
+            had = {0, *holder.rows[g], *(hits[g][holder.nulls[g] :] if hits else ())}
+            new = [block for block in row if block not in had]
             assert not used & set(new)
             assert len(set(new)) == len(new)
-            victims = [block for block in new if self.keys.pop(block, None)]
+            victims += [block for block in new if self.keys.pop(block, None)]
             for block in new:
                 self.bytes.pop(block, None)
             holder.rows[g] = list(row)
             used |= set(new)
-            if victims:
-                idle = set(range(1, self.num_blocks)) - self.used - used
-                assert idle <= self.keys.keys(), "a key was lost without need"
+        if victims:
+            idle = set(range(1, self.num_blocks)) - self.used
+            assert idle <= self.keys.keys(), "a key was lost without need"
 
     def key(self, name: str, upto: int) -> None:
         """The full blocks among the first `upto` tokens can be hit from now on."""
@@ -216,7 +217,7 @@ class NaiveManager:
                     end = (i + 1) * group.block_size
                     self.keys[block] = (g, holder.prefix(end))
                     if group.is_state:
-                        self.fresh_states.add(block)
+                        self.fresh_states.add(self.keys[block])
         holder.keyed_to = max(holder.keyed_to, upto)
 
     def drop_keys(self, blocks: Iterable[int]) -> None:
@@ -238,7 +239,11 @@ class NaiveManager:
                     continue
                 inside = group.kind == "last_state" and end < stop
                 right = not inside or stop - start <= 1 + group.drafts
-                self.bytes[block] = (g, holder.prefix(end) if right else ())
+                mine = holder.prefix(end) if right else ()
+                old = self.bytes.get(block, (g, ()))
+                if not group.is_state and old[1][: len(mine)] == mine:
+                    mine = old[1]  # written again; what is behind it stays
+                self.bytes[block] = (g, mine)
 
     def reads(self, name: str, n: int) -> bool:
         """Whether the token at position `n` finds all that it reads."""
@@ -278,6 +283,15 @@ class NaiveManager:
             ),
             default=None,
         )
+
+    def states_behind(self, name: str, n: int) -> set[int]:
+        """States that a request overwrites if it computes again from position `n`."""
+        rows = self.holders[name].rows
+        states: set[int] = set()
+        for group, row in zip(self.groups, rows, strict=True):
+            if group.is_state:
+                states |= set(row[n // group.block_size :])
+        return states - {0}
 
     def can_go_back(self, name: str, n: int) -> bool:
         """Whether a request could compute again from position `n`."""

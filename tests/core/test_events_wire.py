@@ -29,6 +29,8 @@ FULL = BlockStored(
     lora_name="adapter",
     extra_keys=[("adapter", "salt"), None],
     group_idx=9,
+    kv_cache_spec_kind="sliding_window",
+    kv_cache_spec_sliding_window=128,
 )
 BARE = BlockStored(
     block_hashes=[],
@@ -91,8 +93,6 @@ def test_fields_of_vllm_that_we_do_not_know_are_no_error(
 ) -> None:
     theirs = vllm_events.BlockStored(
         **msgspec.structs.asdict(FULL),
-        kv_cache_spec_kind="full_attention",
-        kv_cache_spec_sliding_window=128,
         locality="LOCAL",
         ownership="tier",
         session_id="s",

@@ -40,7 +40,9 @@ UNIFORM_SPECS = st.one_of(
 """Chunked groups want one block size for all, and no draft model."""
 
 PROMPTS = st.tuples(
-    st.sampled_from([0, 1000]), st.integers(0, 120), st.integers(1, 120)
+    st.sampled_from([0, 0, 0, 1000]),
+    st.sampled_from([0, 48, 96, 144, 192]),
+    st.integers(1, 50),
 )
 """Prefix, how many of its tokens, and how many of another's after them."""
 
@@ -55,7 +57,7 @@ def managers(draw: st.DrawFn) -> KVCacheManager:
     return make_manager(
         *specs,
         num_blocks=draw(st.sampled_from([60, 200])),
-        history=draw(st.sampled_from([0, 3, 500])),
+        history=draw(st.sampled_from([0, 0, 3, 500])),
         use_eagle=not has_chunks and draw(st.booleans()),
         parity=Parity(draft_drop_per_lookup=draw(st.booleans())),
     )
@@ -67,8 +69,8 @@ def requests(draw: st.DrawFn) -> Request:
     return make_request(
         [*range(first, first + shared), *range(5000 + first, 5000 + first + rest)],
         "asks",
-        cache_salt=draw(st.sampled_from([None, None, "x"])),
-        skip_reading_prefix_cache=draw(st.sampled_from([None, None, True])),
+        cache_salt=draw(st.sampled_from([None, None, None, "x"])),
+        skip_reading_prefix_cache=draw(st.sampled_from([None, None, None, True])),
     )
 
 
@@ -77,8 +79,8 @@ def compute(manager: KVCacheManager, request: Request, data: Any) -> None:
     first_step = data.draw(st.integers(0, left - 1))
     rows = run(manager, request, [first_step] if first_step else [])
     ids = sorted({block for row in rows for block in row if block})
-    if ids:
-        manager.evict_blocks(data.draw(st.lists(st.sampled_from(ids), max_size=4)))
+    chance = data.draw(st.randoms(use_true_random=False))
+    manager.evict_blocks(chance.sample(ids, min(len(ids), chance.randrange(5))))
 
 
 def state_of(manager: KVCacheManager) -> Any:
@@ -109,14 +111,16 @@ def check_blame(manager: KVCacheManager, explained: LookupExplanation) -> None:
                 None if loss.reason is LostHit.SKIPPED else group.group
             )
             if loss.reason is LostHit.OTHER_GROUP:
-                assert loss.stop <= group.alone_tokens
                 assert len(explained.groups) > 1
+                # 0.19.1 takes a block from whatever was found, from "alone" too.
+                if not manager.parity.draft_drop_per_lookup:
+                    assert loss.stop <= group.alone_tokens
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     manager=managers(),
-    earlier=st.lists(requests(), max_size=4),
+    earlier=st.lists(requests(), min_size=1, max_size=4),
     asks=requests(),
     data=st.data(),
 )

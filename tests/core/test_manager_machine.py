@@ -68,16 +68,16 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.waiting) < 3)
     @rule(
-        family=st.sampled_from(FAMILIES),
+        family=st.integers(0, len(FAMILIES) - 1),
         shared=st.integers(0, 40),
         own=st.lists(st.integers(0, 2), min_size=1, max_size=3),
         identity=st.integers(0, len(IDENTITIES) - 1),
     )
     def arrive(
-        self, family: list[int], shared: int, own: list[int], identity: int
+        self, family: int, shared: int, own: list[int], identity: int
     ) -> None:
         self.count += 1
-        tokens = family[:shared] + own
+        tokens = FAMILIES[family][:shared] + own
         request = self.setup.request(f"r{self.count}", tokens, **IDENTITIES[identity])
         self.identities[request.request_id] = str(IDENTITIES[identity])
         self.learn(request)
@@ -92,7 +92,11 @@ class ManagerMachine(RuleBasedStateMachine):
         hits = blocks.get_block_ids()
         assert hit == model.longest_hit(prefix, request.num_tokens - 1)
         model.assert_serves(hits, prefix, hit)
-        self.fits_if_it_is_alone(request, blocks, hit)
+        unborn = any(
+            row and model.keys.get(row[-1]) in model.fresh_states for row in hits
+        )
+        if not model.holders and not unborn:
+            self.fits_into_an_idle_pool(request, blocks, hit)
         external = self.draw_external(data, request, hit)
         delayed = bool(external) and data.draw(st.booleans(), "delayed")
         n = 0 if delayed else self.draw_chunk(data, request, hit + external)
@@ -100,7 +104,6 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         main = hit + external + n
         needed = model.need(name, hits, hit + external, main, main)
-        unborn = any(row and row[-1] in model.fresh_states for row in hits)
         new = self.kv.allocate_slots(
             request,
             n,
@@ -122,15 +125,14 @@ class ManagerMachine(RuleBasedStateMachine):
             self.loading.append(request)
             return
         self.running.append(request)
+        model.key(name, main)
         if external:
             model.write(name, hit, hit + external, is_step=False)
-        self.run(request, main, main)
+        self.run(data, request, main)
 
-    def fits_if_it_is_alone(self, request: Request, blocks: Any, hit: int) -> None:
+    def fits_into_an_idle_pool(self, request: Request, blocks: Any, hit: int) -> None:
         """What is cached takes nothing from a request that has the pool for itself."""
-        model, groups = self.model, self.model.groups
-        if self.model.holders or any(g.kind == "last_state" for g in groups):
-            return
+        groups = self.model.groups
         budget = self.setup.budget or self.setup.max_model_len
         most = sum(
             min(
@@ -162,11 +164,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def advance(self, data: Any) -> None:
         request = data.draw(st.sampled_from(self.running), "advance")
         self.new_step_starts()
-        start, left = (
-            request.num_computed_tokens,
-            (request.num_tokens - request.num_computed_tokens),
-        )
-        drafts = 0
+        start, drafts = request.num_computed_tokens, 0
+        left = request.num_tokens - start
         if left == 1:
             room = self.setup.max_model_len - request.num_tokens - 1
             if room < 1:
@@ -201,17 +200,15 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         before = [len(row) for row in model.holders[name].rows]
         self.receive(request, [], main, slots)
+        model.key(name, min(main, request.num_tokens))
         rows = self.kv.get_block_ids(name)
         added = [row[had:] for row, had in zip(rows, before, strict=True)]
         assert list(new.get_block_ids()) == added
         if drafts:
             accepted = data.draw(st.integers(0, drafts), "accepted")
-            model.key(name, min(main, request.num_tokens))
             n -= drafts - accepted
             self.grow(data, request, accepted)
-        self.run(request, start + n, start + n)
-        if request.num_computed_tokens == request.num_tokens:
-            self.grow(data, request, 1)
+        self.run(data, request, start + n)
 
     def grow(self, data: Any, request: Request, n: int) -> None:
         few = st.lists(st.integers(0, 2), min_size=n, max_size=n)
@@ -236,15 +233,15 @@ class ManagerMachine(RuleBasedStateMachine):
             else:
                 assert all((i < nulls) == (not block) for i, block in enumerate(row))
 
-    def run(self, request: Request, main: int, upto: int) -> None:
-        """The step is computed; its blocks got their keys before that."""
+    def run(self, data: Any, request: Request, main: int) -> None:
+        """The step is computed."""
         model, name = self.model, request.request_id
         start = request.num_computed_tokens
         assert model.reads(name, start)
-        if upto <= request.num_tokens:
-            model.key(name, min(upto, request.num_tokens - 0))
         model.write(name, start, main, is_step=True)
         request.num_computed_tokens = main
+        if main == request.num_tokens:
+            self.grow(data, request, 1)
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data())
@@ -313,7 +310,11 @@ class ManagerMachine(RuleBasedStateMachine):
                 continue
             back = data.draw(st.integers(0, wrong), "back")
             back -= back % self.step_size
-            if request in self.running and model.can_go_back(name, back):
+            stays = request in self.running and not self.aligned
+            if stays and model.can_go_back(name, back):
+                states = model.states_behind(name, back)
+                self.kv.evict_blocks(states)
+                model.drop_keys(states)
                 request.num_computed_tokens = back
                 holder = model.holders[name]
                 holder.keyed_to = min(holder.keyed_to, back)

@@ -33,7 +33,7 @@ def ask(version: str, replay: str, request: object) -> Any:
         input=pickle.dumps(request),
         capture_output=True,
         cwd=ROOT,
-        env=_environment(version),
+        env=environment(version),
         timeout=_START_LIMIT_S,
     )
     if done.returncode:
@@ -42,7 +42,8 @@ def ask(version: str, replay: str, request: object) -> Any:
 
 
 @cache
-def _environment(version: str) -> dict[str, str]:
+def environment(version: str) -> dict[str, str]:
+    """Of a process that sees this vLLM."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     env |= {"VLLM_PLUGINS": "", "KVPLUGIN_DISABLE": "1"}

@@ -28,6 +28,8 @@ class LRU:
         self._stamps: list[int] = []
         # (number of a release, its blocks with the next victim last)
         self._releases: deque[tuple[int, list[int]]] = deque()
+        # Numbers of releases that blocks have left other than as victims.
+        self._torn: set[int] = set()
         self._last_release = 0
         self._length = 0
         self._queued = 0
@@ -43,6 +45,7 @@ class LRU:
         del ids, ctx  # recency is taken at release
 
     def pin(self, ids: Sequence[int]) -> None:
+        self._torn.update([self._stamps[block] for block in ids])
         self._leave(ids)
 
     def release(self, ids: Sequence[int]) -> None:
@@ -50,31 +53,40 @@ class LRU:
         stamps = self._stamps
         for block in ids:
             stamps[block] = number
-        self._releases.append((number, list(ids[::-1])))
+        self._releases.append((number, [*reversed(ids)]))
         self._length += len(ids)
         self._queued += len(ids)
         if self._queued > 2 * self._length + _SLACK:
             self._drop_stale_entries()
 
     def forget(self, ids: Sequence[int]) -> None:
-        self._leave([block for block in ids if self._stamps[block]])
+        evictable = [block for block in ids if self._stamps[block]]
+        self._torn.update([self._stamps[block] for block in evictable])
+        self._leave(evictable)
 
     def victims(self, n: int) -> list[int]:
         if n > self._length:
             raise ValueError(f"{n} victims wanted, {self._length} evictable")
-        stamps = self._stamps
         victims: list[int] = []
         while len(victims) < n:
-            number, blocks = self._releases[0]
-            wanted = n - len(victims)
-            first = blocks[-wanted:]
-            del blocks[-wanted:]
-            if not blocks:
-                self._releases.popleft()
-            self._queued -= len(first)
-            victims += [block for block in first[::-1] if stamps[block] == number]
+            victims += self._next_victims(n - len(victims))
         self._leave(victims)
         return victims
+
+    def _next_victims(self, n: int) -> list[int]:
+        """At most `n`, all of the oldest release; perhaps none, and then it is gone."""
+        number, blocks = self._releases[0]
+        first = blocks[-n:]
+        del blocks[-n:]
+        first.reverse()
+        self._queued -= len(first)
+        if number in self._torn:
+            stamps = self._stamps
+            first = [block for block in first if stamps[block] == number]
+        if not blocks:
+            self._releases.popleft()
+            self._torn.discard(number)
+        return first
 
     def step(
         self, now: float, soon: Iterable[bytes], dropped: Mapping[bytes, int]
@@ -89,6 +101,9 @@ class LRU:
         return self._length
 
     def check(self) -> None:
+        numbers = {number for number, _ in self._releases}
+        if not self._torn <= numbers:
+            raise IntegrityError("LRU: a release is torn that is gone")
         stamped = sum(stamp != 0 for stamp in self._stamps)
         if not stamped == self._length == len(list(self.order())):
             raise IntegrityError("LRU: stamps, queue and length disagree")
@@ -108,4 +123,5 @@ class LRU:
             for number, blocks in self._releases
         )
         self._releases = deque((number, blocks) for number, blocks in fresh if blocks)
+        self._torn.clear()
         self._queued = self._length
