@@ -14,6 +14,7 @@ lives in flat lists indexed by block id (`block_keys.py` for keys).
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from kvplugin.block import NULL_BLOCK, KVCacheBlock
 from kvplugin.block_keys import BlockKeys
@@ -162,13 +163,9 @@ class BlockPool:
         self, block_hash: bytes, kv_cache_group_ids: Iterable[int]
     ) -> list[int] | None:
         """One block for each group, or None if any group has none."""
-        blocks = []
-        for group in kv_cache_group_ids:
-            block = self._keys.index.of_group(group).get(block_hash)
-            if block is None:
-                return None
-            blocks.append(block)
-        return blocks
+        of_group = self._keys.index.of_group
+        found = [of_group(group).get(block_hash) for group in kv_cache_group_ids]
+        return None if None in found else cast("list[int]", found)
 
     def cached_blocks(self, group: int) -> dict[bytes, int]:
         """The index of one group, block hash -> first block; read only."""
@@ -177,7 +174,7 @@ class BlockPool:
     def num_evictable(self, ids: Iterable[int]) -> int:
         """How many of `ids` are free: adopting them takes from the free blocks."""
         refs = self._refs
-        return sum(not refs[block] for block in ids if block)
+        return [refs[block] for block in ids if block].count(0)
 
     # -- life of a block -----------------------------------------------------------
 
@@ -333,25 +330,25 @@ class BlockPool:
         """
         refs, hashes = self._refs, self._hashes
         ids = [block for block in ids if block]
+        idle = [block for block in ids if not refs[block]]
+        if foreign := [block for block in idle if hashes[block] is None]:
+            raise IntegrityError(f"block {foreign[0]} is free and has no key")
         for block in ids:
-            if not refs[block] and hashes[block] is None:
-                raise IntegrityError(f"block {block} is free and has no key")
-        pinned = []
-        for block in ids:
-            if not refs[block]:
-                pinned.append(block)
             refs[block] += 1
-        if pinned:
-            self._ranking.pin(pinned)
+        if idle:
+            if len(set(idle)) != len(idle):
+                idle = list(dict.fromkeys(idle))
+            self._ranking.pin(idle)
         if self._residency is not None:
             self._residency.used(ids)
 
     def adopt(self, ids: Sequence[int], ctx: BlockContext = NO_CONTEXT) -> None:
         """`touch` by a request that will read the blocks: the policy hears a hit."""
         self.touch(ids)
-        keyed = [block for block in ids if self._hashes[block] is not None]
-        if keyed:
-            self._ranking.hit(keyed, ctx)
+        if self._ranking.wants_hits:
+            keyed = [block for block in ids if self._hashes[block] is not None]
+            if keyed:
+                self._ranking.hit(keyed, ctx)
 
     def free_blocks(self, ids: Iterable[int]) -> None:
         """Drop one reference of each block; list what should be evicted first, first
@@ -360,19 +357,26 @@ class BlockPool:
         Raises:
             IntegrityError: a block has no reference left to drop; nothing has changed.
         """
-        ids = ids if isinstance(ids, list) else list(ids)
         refs, hashes = self._refs, self._hashes
+        ids = ids if isinstance(ids, list) else list(ids)
         keyed: list[int] = []
         unkeyed: list[int] = []
-        for i, block in enumerate(ids):
+        release, stack = keyed.append, unkeyed.append
+        rest = iter(ids)
+        for block in rest:
             left = refs[block] - 1
-            if left > 0:
-                refs[block] = left
-            elif not left:
+            if not left:
                 refs[block] = 0
-                (unkeyed if hashes[block] is None else keyed).append(block)
+                if hashes[block] is None:
+                    stack(block)
+                else:
+                    release(block)
+            elif left > 0:
+                refs[block] = left
             elif block:
-                self._take_back(ids[:i])
+                done = len(ids) - len(list(rest)) - 1
+                for freed in filter(None, ids[:done]):
+                    refs[freed] += 1
                 raise IntegrityError(f"block {block} is freed once too often")
         if unkeyed:
             self._unkeyed += unkeyed[::-1]
@@ -478,12 +482,6 @@ class BlockPool:
         self._ranking.check()
 
     # -- inside --------------------------------------------------------------------
-
-    def _take_back(self, ids: Iterable[int]) -> None:
-        """Undo the frees of a call that turned out to be wrong."""
-        for block in ids:
-            if block:
-                self._refs[block] += 1
 
     def _drop_keys(self, ids: Sequence[int]) -> None:
         """Take keyed blocks out of the index; the policy already knows."""

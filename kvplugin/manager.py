@@ -284,9 +284,8 @@ class KVCacheManager:
         main = total + num_new_tokens
         slots = min(main + num_lookahead_tokens, self.max_model_len)
 
-        coordinator.remove_skipped_blocks(
-            request_id, total - getattr(request, "num_in_flight_tokens", 0)
-        )
+        settled = total - getattr(request, "num_in_flight_tokens", 0)
+        coordinator.remove_skipped_blocks(request_id, settled)
         needed = coordinator.get_num_blocks_to_allocate(
             request_id, slots, hits.ids, num_encoder_tokens, computed, main
         )
@@ -305,7 +304,7 @@ class KVCacheManager:
             if request_id in self._rewindable:
                 coordinator.rewind(request_id, request.num_computed_tokens)
             coordinator.cache_blocks(request, min(main, slots, request.num_tokens))
-        self._quiet[request_id] = coordinator.quiet_until(request_id, total)
+        self._quiet[request_id] = coordinator.quiet_until(request_id, settled)
         return self.create_kv_cache_blocks(new)
 
     # -- the life of a request -----------------------------------------------------

@@ -40,6 +40,11 @@ class Ranking:
         self._releases = 0
         self._use(policy)
 
+    @property
+    def wants_hits(self) -> bool:
+        """Whether `hit` makes a difference: to LRU it does not."""
+        return not self._is_own
+
     def __len__(self) -> int:
         """Evictable blocks, as the pool counts them."""
         return self._count

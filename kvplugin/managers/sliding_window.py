@@ -55,12 +55,16 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         indexes = [self.block_pool.cached_blocks(group) for group in groups]
         stop = 0
         for i in range(limit - 1, -1, -1):
-            if not _in_all(hashes[i], indexes):
-                stop = 0
-            elif stop or may_end(i + 1):
-                stop = stop or i + 1
-                if stop - i >= need:
-                    return i, stop
+            block_hash = hashes[i]
+            for index in indexes:
+                if block_hash not in index:
+                    stop = 0
+                    break
+            else:
+                if stop or may_end(i + 1):
+                    stop = stop or i + 1
+                    if stop - i >= need:
+                        return i, stop
         return 0, stop
 
     def _row(
@@ -77,7 +81,3 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         skipped = self.get_num_skipped_tokens(total_computed_tokens)
         next_skip = (skipped // self.block_size + 1) * self.block_size
         return next_skip + self.kv_cache_spec.sliding_window - 2
-
-
-def _in_all(block_hash: bytes, indexes: Sequence[dict[bytes, int]]) -> bool:
-    return all(block_hash in index for index in indexes)

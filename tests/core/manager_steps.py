@@ -6,15 +6,23 @@ from kvplugin.request import Request
 
 
 def compute(
-    kv: KVCacheManager, request: Request, budget: int = 1 << 30, upto: int | None = None
+    kv: KVCacheManager,
+    request: Request,
+    budget: int = 1 << 30,
+    upto: int | None = None,
+    *,
+    lookup: bool = True,
 ) -> bool:
-    """Admit a request and compute its tokens in steps of at most `budget`.
+    """Compute a request's tokens in steps of at most `budget`, from its hit on if it
+    was not admitted before.
 
     Returns:
         False if blocks ran out on the way.
     """
-    blocks: KVCacheBlocks | None
-    blocks, hit = kv.get_computed_blocks(request)
+    blocks: KVCacheBlocks | None = None
+    hit = 0
+    if lookup and not request.num_computed_tokens:
+        blocks, hit = kv.get_computed_blocks(request)
     stop = request.num_tokens if upto is None else upto
     while request.num_computed_tokens + hit < stop:
         kv.new_step_starts()

@@ -73,9 +73,7 @@ class ManagerMachine(RuleBasedStateMachine):
         own=st.lists(st.integers(0, 2), min_size=1, max_size=3),
         identity=st.integers(0, len(IDENTITIES) - 1),
     )
-    def arrive(
-        self, family: int, shared: int, own: list[int], identity: int
-    ) -> None:
+    def arrive(self, family: int, shared: int, own: list[int], identity: int) -> None:
         self.count += 1
         tokens = FAMILIES[family][:shared] + own
         request = self.setup.request(f"r{self.count}", tokens, **IDENTITIES[identity])
@@ -86,7 +84,20 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def admit(self, data: Any) -> None:
-        request = data.draw(st.sampled_from(self.waiting), "admit")
+        self.look_up(data, data.draw(st.sampled_from(self.waiting), "admit"))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def serve(self, data: Any) -> None:
+        """From arrival to end: what fills a pool with keys."""
+        request = self.waiting[-1]
+        self.look_up(data, request)
+        while request in self.running and request.num_computed_tokens < 40:
+            self.take_a_step(data, request)
+        if request in self.running:
+            self.leave(request)
+
+    def look_up(self, data: Any, request: Request) -> None:
         model, name, prefix = self.model, request.request_id, self.prefix(request)
         blocks, hit = self.kv.get_computed_blocks(request)
         hits = blocks.get_block_ids()
@@ -162,8 +173,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def advance(self, data: Any) -> None:
-        request = data.draw(st.sampled_from(self.running), "advance")
-        self.new_step_starts()
+        self.take_a_step(data, data.draw(st.sampled_from(self.running), "advance"))
+
+    def take_a_step(self, data: Any, request: Request) -> None:
+        self.kv.new_step_starts()
+        self.model.fresh_states.clear()
         start, drafts = request.num_computed_tokens, 0
         left = request.num_tokens - start
         if left == 1:
@@ -228,7 +242,9 @@ class ManagerMachine(RuleBasedStateMachine):
             assert len(row) == (length if slots else before[g])
             if group.kind == "last_state":
                 live = [block for block in row if block]
-                assert len(live) == len(set(live)) <= 2 + group.drafts
+                # With drafts one more: it is settled a step later that they are.
+                most = 2 + group.drafts + (group.drafts > 0)
+                assert len(live) == len(set(live)) <= most
                 holder.allocated |= slots > 0
             else:
                 assert all((i < nulls) == (not block) for i, block in enumerate(row))
@@ -281,6 +297,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # -- what happens to the cache -------------------------------------------------
 
+    @precondition(lambda self: self.model.fresh_states)
     @rule()
     def new_step_starts(self) -> None:
         self.kv.new_step_starts()
@@ -321,6 +338,7 @@ class ManagerMachine(RuleBasedStateMachine):
             else:
                 self.put_back(request)
 
+    @precondition(lambda self: len(self.model.keys) > self.setup.num_blocks // 2)
     @rule(blocks=st.sets(st.integers(1, 39), min_size=1, max_size=4))
     def lose_keys(self, blocks: set[int]) -> None:
         blocks = {block for block in blocks if block < self.setup.num_blocks}
@@ -382,34 +400,34 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 ALONE = {
-    "full": Setup((full(),), 20),
-    "mla": Setup((mla(),), 20),
-    "window": Setup((window(6),), 20),
-    "window of whole blocks": Setup((window(9),), 20, budget=16),
-    "chunk": Setup((chunk(8),), 20),
-    "chunk across blocks": Setup((chunk(6),), 20, budget=16),
-    "states": Setup((mamba("all"),), 20),
-    "states with drafts": Setup((mamba("all", drafts=2),), 24),
+    "full": Setup((full(),), 13),
+    "mla": Setup((mla(),), 13),
+    "window": Setup((window(6),), 13),
+    "window of whole blocks": Setup((window(9),), 12, budget=16),
+    "chunk": Setup((chunk(8),), 13),
+    "chunk across blocks": Setup((chunk(6),), 12, budget=16),
+    "states": Setup((mamba("all"),), 13),
+    "states with drafts": Setup((mamba("all", drafts=2),), 16),
     "last state": Setup((mamba("align"),), 12),
     "last state with drafts": Setup((mamba("align", drafts=2),), 16),
-    "full, drafts": Setup((full(),), 20, drafts=True),
-    "window, drafts": Setup((window(6),), 20, drafts=True),
+    "full, drafts": Setup((full(),), 13, drafts=True),
+    "window, drafts": Setup((window(6),), 13, drafts=True),
 }
 TOGETHER = {
-    "full, window": Setup((full(), window(9)), 30, budget=16),
-    "full, coarse window": Setup((full(2), window(9, 4)), 36, 2),
-    "coarse full, window": Setup((full(8), window(6, 4)), 24),
-    "window, chunk": Setup((window(6), chunk(8)), 30),
-    "full, states": Setup((full(), mamba("all", 8)), 24),
-    "full, last state": Setup((full(), mamba("align", 8)), 24),
-    "two of one spec": Setup((full(), window(6), window(6)), 36),
-    "full, two windows": Setup((full(), window(5), window(13)), 40),
-    "full, window, states": Setup((full(), window(6), mamba("all")), 40),
-    "full, coarse windows": Setup((full(2), window(7, 4), window(12, 8)), 40, 2),
-    "full, window, drafts": Setup((full(), window(9)), 30, drafts=True),
-    "sizes, drafts": Setup((full(2), window(7, 4)), 36, 2, drafts=True),
-    "two windows, drafts": Setup((full(), window(5), window(13)), 40, drafts=True),
-    "states, drafts": Setup((full(), mamba("all", 8, 2)), 30, drafts=True),
+    "full, window": Setup((full(), window(9)), 22, budget=16),
+    "full, coarse window": Setup((full(2), window(9, 4)), 26, 2),
+    "coarse full, window": Setup((full(8), window(6, 4)), 16),
+    "window, chunk": Setup((window(6), chunk(8)), 20),
+    "full, states": Setup((full(), mamba("all", 8)), 16),
+    "full, last state": Setup((full(), mamba("align", 8)), 16),
+    "two of one spec": Setup((full(), window(6), window(6)), 26),
+    "full, two windows": Setup((full(), window(5), window(13)), 28),
+    "full, window, states": Setup((full(), window(6), mamba("all")), 28),
+    "full, coarse windows": Setup((full(2), window(7, 4), window(12, 8)), 28, 2),
+    "full, window, drafts": Setup((full(), window(9)), 20, drafts=True),
+    "sizes, drafts": Setup((full(2), window(7, 4)), 26, 2, drafts=True),
+    "two windows, drafts": Setup((full(), window(5), window(13)), 28, drafts=True),
+    "states, drafts": Setup((full(), mamba("all", 8, 2)), 20, drafts=True),
 }
 SETUPS = ALONE | TOGETHER
 
@@ -427,12 +445,12 @@ def run(
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_manager_does_what_the_model_does(name: str) -> None:
-    run(SETUPS[name], LRU, examples=12, steps=30)
+    run(SETUPS[name], LRU, examples=40, steps=40)
 
 
 @pytest.mark.parametrize("name", ["full", "full, two windows", "full, states"])
 def test_any_victim_will_do(name: str) -> None:
-    run(SETUPS[name], partial(RandomPolicy, 1), examples=12, steps=30)
+    run(SETUPS[name], partial(RandomPolicy, 1), examples=40, steps=40)
 
 
 @pytest.mark.full
