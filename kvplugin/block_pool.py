@@ -336,7 +336,7 @@ class BlockPool:
         for block in ids:
             refs[block] += 1
         if idle:
-            if len(set(idle)) != len(idle):
+            if len(set(idle)) < len(idle):  # listed twice, in use once
                 idle = list(dict.fromkeys(idle))
             self._ranking.pin(idle)
         if self._residency is not None:

@@ -445,12 +445,12 @@ def run(
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_manager_does_what_the_model_does(name: str) -> None:
-    run(SETUPS[name], LRU, examples=40, steps=40)
+    run(SETUPS[name], LRU, examples=30, steps=40)
 
 
 @pytest.mark.parametrize("name", ["full", "full, two windows", "full, states"])
 def test_any_victim_will_do(name: str) -> None:
-    run(SETUPS[name], partial(RandomPolicy, 1), examples=40, steps=40)
+    run(SETUPS[name], partial(RandomPolicy, 1), examples=30, steps=40)
 
 
 @pytest.mark.full

@@ -45,7 +45,8 @@ class LRU:
         del ids, ctx  # recency is taken at release
 
     def pin(self, ids: Sequence[int]) -> None:
-        self._torn.update([self._stamps[block] for block in ids])
+        stamps = self._stamps
+        self._torn |= {stamps[block] for block in ids}
         self._leave(ids)
 
     def release(self, ids: Sequence[int]) -> None:
