@@ -58,6 +58,9 @@ if TYPE_CHECKING:
         GroupingConfig as GroupingConfig,
     )
     from kvplugin.groups import (
+        generate_scheduler_kv_cache_config as generate_scheduler_kv_cache_config,
+    )
+    from kvplugin.groups import (
         get_capacity as get_capacity,
     )
     from kvplugin.groups import (
@@ -119,6 +122,9 @@ if TYPE_CHECKING:
     )
     from kvplugin.request import (
         Request as Request,
+    )
+    from kvplugin.request import (
+        RequestError as RequestError,
     )
     from kvplugin.request import (
         RequestLike as RequestLike,
@@ -202,6 +208,7 @@ _EXPORTS: Final = {
     "kvplugin.groups": (
         "Capacity",
         "GroupingConfig",
+        "generate_scheduler_kv_cache_config",
         "get_capacity",
         "get_kv_cache_config_from_groups",
         "get_kv_cache_configs",
@@ -233,6 +240,7 @@ _EXPORTS: Final = {
         "MediaItem",
         "MediaRange",
         "Request",
+        "RequestError",
         "RequestLike",
     ),
     "kvplugin.residency": (

@@ -28,7 +28,7 @@ from kvplugin.hooks import CheckpointContext, FreedContext, Hooks, get_hooks
 from kvplugin.kv_cache_blocks import KVCacheBlocks
 from kvplugin.managers import MambaManager, ManagerSettings
 from kvplugin.parity import NO_PARITY, Parity
-from kvplugin.request import RequestLike
+from kvplugin.request import RequestError, RequestLike
 from kvplugin.residency import ResidencySampler
 from kvplugin.spec import EngineLimits, KVCacheConfig
 from kvplugin.stats import PrefixCacheStats
@@ -50,8 +50,9 @@ class KVCacheManager:
         dcp_world_size: ranks of decode context parallelism.
         pcp_world_size: ranks of prefill context parallelism.
         metrics_collector: follows sampled blocks from allocation to eviction.
-        max_num_batched_tokens: most tokens of a step. With it admission knows that
-            windows recycle their blocks; without, it bills them at full length.
+        limits: what memory was sized by: how long requests and steps are. With it
+            admission knows that windows, chunks and states recycle their blocks;
+            without, it bills them at full length.
         hash_format: how the requests' hashes were made, where that matters here: how
             hashes of longer blocks come about, and whether hits need proof.
         eviction_policy: name of the policy that ranks cached blocks; LRU if empty.
@@ -79,7 +80,7 @@ class KVCacheManager:
         pcp_world_size: int = 1,
         metrics_collector: ResidencySampler | None = None,
         *,
-        max_num_batched_tokens: int | None = None,
+        limits: EngineLimits | None = None,
         hash_format: HashFormat | None = None,
         eviction_policy: str = "",
         eviction_policy_options: Mapping[str, object] | None = None,
@@ -89,7 +90,13 @@ class KVCacheManager:
     ) -> None:
         if max_model_len < 1:
             raise ConfigError(f"max_model_len must be at least 1, got {max_model_len}")
+        if limits is not None and limits.max_model_len != max_model_len:
+            raise ConfigError(
+                f"max_model_len is {max_model_len}, in limits it is "
+                f"{limits.max_model_len}"
+            )
         self.kv_cache_config = kv_cache_config
+        self.hash_block_size = hash_block_size
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
         self.use_eagle = use_eagle
@@ -102,7 +109,7 @@ class KVCacheManager:
             enable_caching=enable_caching,
             hash_block_size=hash_block_size,
             coarse_rule="last" if hash_format is None else hash_format.coarse_rule,
-            limits=_limits(max_model_len, max_num_batched_tokens),
+            limits=limits,
             context_parallel_size=dcp_world_size * pcp_world_size,
             report_new_blocks=kv_cache_config.needs_kv_cache_zeroing,
             parity=parity,
@@ -140,9 +147,18 @@ class KVCacheManager:
 
         At most all tokens but the last, which is needed for the logits; whole blocks
         only. Changes nothing but the statistics.
+
+        Raises:
+            RequestError: the request was hashed in blocks of another size.
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0
+        if len(request.block_hashes) * self.hash_block_size > request.num_tokens:
+            raise RequestError(
+                f"request {request.request_id} has {len(request.block_hashes)} block "
+                f"hashes for {request.num_tokens} tokens: hash it with blocks of "
+                f"{self.hash_block_size} tokens, the manager's hash_block_size"
+            )
         rows, hit = self._find_hit(request)
         if self.prefix_cache_stats is not None:
             self.prefix_cache_stats.record(
@@ -260,6 +276,8 @@ class KVCacheManager:
 
         Raises:
             ValueError: no new and no external tokens.
+            RequestError: the request has no hash for a block to key, or went back
+                behind blocks that were given back.
         """
         if (
             request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
@@ -284,6 +302,8 @@ class KVCacheManager:
         main = total + num_new_tokens
         slots = min(main + num_lookahead_tokens, self.max_model_len)
 
+        if request_id in self._rewindable:
+            coordinator.rewind(request_id, request.num_computed_tokens)
         settled = total - getattr(request, "num_in_flight_tokens", 0)
         coordinator.remove_skipped_blocks(request_id, settled)
         needed = coordinator.get_num_blocks_to_allocate(
@@ -301,8 +321,6 @@ class KVCacheManager:
         if self._hooks.chooses_checkpoints and request_id not in self._quiet:
             self._choose_checkpoints(request, total)
         if self.enable_caching and not delay_cache_blocks:
-            if request_id in self._rewindable:
-                coordinator.rewind(request_id, request.num_computed_tokens)
             coordinator.cache_blocks(request, min(main, slots, request.num_tokens))
         self._quiet[request_id] = coordinator.quiet_until(request_id, settled)
         return self.create_kv_cache_blocks(new)
@@ -352,7 +370,9 @@ class KVCacheManager:
 
         They stay with their requests. A request that then goes back
         (`num_computed_tokens` is lowered) and computes them again gives them their
-        keys again.
+        keys again. Groups that have given back blocks which it would read or write
+        (windows, chunks, states) do not let it: free such a request and admit it
+        again.
         """
         self.block_pool.evict_blocks(block_ids)
         self._rewindable.update(self._quiet)
@@ -434,13 +454,3 @@ class KVCacheManager:
             for manager in self.coordinator.single_type_managers
             for block in manager.take_new_block_ids()
         ]
-
-
-def _limits(
-    max_model_len: int, max_num_batched_tokens: int | None
-) -> EngineLimits | None:
-    if max_num_batched_tokens is None:
-        return None
-    return EngineLimits(
-        max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens
-    )

@@ -27,6 +27,10 @@ class RequestLike(Protocol):
 
     Tokens are only appended, and `block_hashes` covers their full blocks: one hash
     for each `hash_block_size` tokens. Draft tokens are in neither.
+
+    Two attributes more are read where a request has them: `num_in_flight_tokens`
+    (computed tokens of steps whose output is not known yet; drafts among them may
+    still be rejected) and `block_context` (a `BlockContext` for the eviction policy).
     """
 
     @property
@@ -105,11 +109,13 @@ class Request:
         "_prompt_embeds_per_block_hashes",
         "_tokens",
         "arrival_time",
+        "block_context",
         "block_hashes",
         "cache_salt",
         "lora_request",
         "mm_features",
         "num_computed_tokens",
+        "num_in_flight_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
@@ -134,6 +140,7 @@ class Request:
         skip_reading_prefix_cache: bool | None = None,
         priority: int = 0,
         arrival_time: float = 0.0,
+        block_context: object = None,
     ) -> None:
         """A request with its prompt, hashed.
 
@@ -144,6 +151,7 @@ class Request:
             hash_block_size: tokens that one hash covers.
             mm_features: media items, sorted by offset, within the prompt.
             prompt_embeds: one row a prompt token; see `HashedRequest` for its type.
+            block_context: a `BlockContext`, what the eviction policy is told.
             weight_epoch: changes of the model's weights so far. Requests of different
                 epochs share nothing.
 
@@ -160,6 +168,7 @@ class Request:
         self._tokens = _prompt(request_id, prompt_token_ids, prompt_embeds)
         self.num_prompt_tokens = len(self._tokens)
         self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
         self.num_preemptions = 0
         self.lora_request = lora_request
         self.cache_salt = cache_salt
@@ -170,6 +179,7 @@ class Request:
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.priority = priority
         self.arrival_time = arrival_time
+        self.block_context = block_context
         self.block_hashes: list[bytes] = []
         self._prompt_embeds_per_block_hashes: dict[tuple[int, int], bytes] = {}
         self._hash_format = hash_format

@@ -154,4 +154,5 @@ def uniform_page_size(groups: Sequence[KVCacheGroupSpec]) -> int:
 
 
 def _gib(count: int) -> str:
-    return f"{round(count / GIB, 2)}"
+    """GiB as in vLLM's message; more digits where two would show nothing."""
+    return f"{round(count / GIB, 2) or round(count / GIB, 9)}"

@@ -28,7 +28,7 @@ from kvplugin.hashing import CoarseRule, coarse_hashes
 from kvplugin.managers.stored import stored_event
 from kvplugin.parity import NO_PARITY, Parity
 from kvplugin.policies.eviction import NO_CONTEXT
-from kvplugin.request import RequestLike
+from kvplugin.request import RequestError, RequestLike
 from kvplugin.spec import EngineLimits, KVCacheSpec
 from kvplugin.token_check import TokenCheck
 
@@ -306,7 +306,7 @@ class SingleTypeKVCacheManager(ABC):
         """Give the full blocks among the first `num_tokens` tokens their keys.
 
         Raises:
-            IntegrityError: the request has no hash for one of them.
+            RequestError: the request has no hash for one of them.
         """
         start = self.num_cached_block.get(request.request_id, 0)
         stop = num_tokens // self.block_size
@@ -332,7 +332,7 @@ class SingleTypeKVCacheManager(ABC):
     ) -> Sequence[bytes]:
         hashes = self.coarse_hashes(request.block_hashes)[start:stop]
         if len(hashes) < stop - start:
-            raise IntegrityError(
+            raise RequestError(
                 f"request {request.request_id} has too few block hashes "
                 f"({len(request.block_hashes)}) to cache {stop} blocks of "
                 f"{self.block_size} tokens"
@@ -374,14 +374,25 @@ class SingleTypeKVCacheManager(ABC):
             )
 
     def rewind(self, request_id: str, num_computed_tokens: int) -> None:
-        """Blocks behind `num_computed_tokens` are written again, so those that lost
-        their key are given it again when they are full."""
+        """The request went back: blocks behind `num_computed_tokens` are written
+        again, and those that lost their key are given it again when they are full.
+
+        Raises:
+            RequestError: blocks that it will read or write were given back.
+        """
         cached = self.num_cached_block.get(request_id)
-        if cached is not None:
-            kept = min(cached, num_computed_tokens // self.block_size)
-            if kept < cached:
-                self.num_cached_block[request_id] = kept
-                self._rewound.add(request_id)
+        kept = num_computed_tokens // self.block_size
+        if cached is None or kept >= cached:
+            return
+        first = max(self.get_num_skipped_tokens(num_computed_tokens), 0)
+        if NULL_BLOCK in self.req_to_blocks[request_id][first // self.block_size :]:
+            raise RequestError(
+                f"request {request_id} goes back to {num_computed_tokens} tokens, and "
+                f"its {self.kind} group has given back blocks that it needs there: "
+                f"free the request and admit it again"
+            )
+        self.num_cached_block[request_id] = kept
+        self._rewound.add(request_id)
 
     def remove_skipped_blocks(
         self, request_id: str, total_computed_tokens: int

@@ -65,7 +65,8 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     def is_uniform_type(cls, kv_cache_specs: Mapping[str, KVCacheSpec]) -> bool:
         """Whether these layers always need the same token slots, block by block."""
         kinds = {
-            (spec.block_size, spec.uniform_type_key) for spec in kv_cache_specs.values()
+            (spec.block_size, spec.uniform_type_key, _foreign_type(spec))
+            for spec in kv_cache_specs.values()
         }
         return len(kinds) <= 1
 
@@ -83,3 +84,10 @@ def layer_spec(group_spec: KVCacheSpec, layer_name: str) -> KVCacheSpec:
     if isinstance(group_spec, UniformTypeKVCacheSpecs):
         return group_spec.kv_cache_specs[layer_name]
     return group_spec
+
+
+def _foreign_type(spec: KVCacheSpec) -> type | None:
+    """The type of a spec that is not one of ours: a subclass inherits the key and may
+    mean other semantics, so it shares a block table with its like only."""
+    ours = type(spec).__module__.startswith(f"{__package__}.")
+    return None if ours else type(spec)

@@ -11,6 +11,7 @@ from kvplugin.request import Request
 from kvplugin.spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
+    EngineLimits,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -111,7 +112,10 @@ class Setup:
             self.max_model_len,
             self.hash_block_size,
             use_eagle=self.drafts,
-            max_num_batched_tokens=self.budget,
+            limits=self.budget
+            and EngineLimits(
+                max_model_len=self.max_model_len, max_num_batched_tokens=self.budget
+            ),
             hooks=Hooks.of() if policy is None else Hooks.of(PolicyPlugin(policy)),
             **options,
         )

@@ -400,3 +400,17 @@ def test_whatever_the_model(
         if mine:
             assert alone.num_blocks * block <= memory < (alone.num_blocks + 1) * block
     assert found[0].num_blocks == found[1].num_blocks
+
+
+def test_a_foreign_subclass_shares_no_table_with_its_base() -> None:
+    class Compressed(FullAttentionSpec):
+        """Other semantics, for which a plugin brings the manager."""
+
+    fields = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": "bfloat16"}
+    specs = {"a": FullAttentionSpec(**fields), "b": Compressed(**fields)}
+    groups = get_kv_cache_groups(specs, config())
+    assert [group.layer_names for group in groups] == [("a",), ("b",)]
+    assert [type(group.kv_cache_spec) for group in groups] == [
+        FullAttentionSpec,
+        Compressed,
+    ]

@@ -2,18 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from kvplugin.coordinator import KVCacheCoordinator
 from kvplugin.errors import ConfigError, IntegrityError
+from kvplugin.hashing.own import kv_sha256
 from kvplugin.manager import KVCacheManager
 from kvplugin.managers.base import ALWAYS
 from kvplugin.parity import Parity
-from kvplugin.request import Request
-from kvplugin.spec import FullAttentionSpec, KVCacheSpec
+from kvplugin.request import Request, RequestError
+from kvplugin.spec import (
+    EngineLimits,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+)
 from tests.core import vllm_drives as drives
 from tests.core.manager_setups import (
     HEADS,
@@ -262,22 +267,16 @@ def test_the_short_way_changes_no_answer(
     assert answers == drives.transcript(setup, "vllm032_sha256_cbor", Parity())
 
 
-def in_flight(request: Request, tokens: int) -> Any:
-    """The request as an engine shows it whose last steps have not ended."""
-    names = [name for name in dir(request) if not name.startswith("_")]
-    seen = {name: getattr(request, name) for name in names}
-    return SimpleNamespace(**seen, num_in_flight_tokens=tokens)
-
-
 def test_tokens_in_flight_keep_their_window_and_no_longer() -> None:
     setup = Setup((window(8),), 20)
     kv = setup.manager()
     request = setup.request("a", range(18))
     assert compute(kv, request, upto=16)
-    assert kv.allocate_slots(in_flight(request, 4), 1) is not None
+    request.num_in_flight_tokens = 4
+    assert kv.allocate_slots(request, 1) is not None
     assert [bool(block) for block in kv.get_block_ids("a")[0][:3]] == [0, 1, 1]
-    request.num_computed_tokens = 17
-    assert kv.allocate_slots(in_flight(request, 0), 1) is not None
+    request.num_computed_tokens, request.num_in_flight_tokens = 17, 0
+    assert kv.allocate_slots(request, 1) is not None
     assert [bool(block) for block in kv.get_block_ids("a")[0][:3]] == [0, 0, 1]
 
 
@@ -336,3 +335,39 @@ def test_delayed_blocks_are_hit_once_they_are_there() -> None:
     assert kv.get_computed_blocks(other)[1] == 8
     kv.cache_blocks(request, 16)
     assert kv.get_computed_blocks(other)[1] == 16
+
+
+# -- requests that do not fit the manager ----------------------------------------------
+
+
+def test_hashes_of_shorter_blocks_are_refused_at_the_lookup() -> None:
+    kv = Setup((full(),)).manager()
+    request = Request("a", range(32), hash_format=kv_sha256(), hash_block_size=2)
+    with pytest.raises(RequestError, match="hash it with blocks of 4 tokens"):
+        kv.get_computed_blocks(request)
+
+
+def test_a_request_does_not_go_back_behind_its_window() -> None:
+    setup = Setup((full(), window(6)), 40)
+    kv = setup.manager()
+    request = setup.request("a", range(24))
+    assert compute(kv, request, upto=16)
+    assert kv.allocate_slots(request, 4) is not None
+    kv.evict_blocks([kv.get_block_ids("a")[0][1]])
+    request.num_computed_tokens = 4
+    before = kv.get_block_ids("a"), kv.block_pool.get_num_free_blocks()
+    with pytest.raises(RequestError, match="free the request and admit it again"):
+        kv.allocate_slots(request, 8)
+    assert (kv.get_block_ids("a"), kv.block_pool.get_num_free_blocks()) == before
+    kv.check()
+
+
+def test_limits_of_another_length_are_refused() -> None:
+    group = KVCacheGroupSpec(("a",), full())
+    with pytest.raises(ConfigError, match="max_model_len is 64, in limits it is 65"):
+        KVCacheManager(
+            KVCacheConfig(4, (), (group,)),
+            64,
+            4,
+            limits=EngineLimits(max_model_len=65),
+        )

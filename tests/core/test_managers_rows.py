@@ -7,6 +7,7 @@ import pytest
 from kvplugin.block_pool import BlockPool
 from kvplugin.errors import ConfigError, IntegrityError
 from kvplugin.managers import ManagerSettings, make_manager
+from kvplugin.request import RequestError
 from kvplugin.spec import EncoderOnlyAttentionSpec, KVCacheSpec
 from tests.core.manager_setups import (
     HEADS,
@@ -225,5 +226,5 @@ def test_too_few_hashes_are_an_error() -> None:
     kv = setup.manager()
     request = setup.request("a", range(9))
     request.block_hashes.pop()
-    with pytest.raises(IntegrityError, match="too few block hashes"):
+    with pytest.raises(RequestError, match="too few block hashes"):
         kv.allocate_slots(request, 9)

@@ -61,7 +61,9 @@ def test_the_engine_of_the_page_serves_more_than_fits(session):
     settings = {"max_model_len": 160, "max_num_batched_tokens": 64}
     config = GroupingConfig(**settings)
     (worker,) = get_kv_cache_configs([names["specs"]], config, [60 << 14]).configs
-    kv = kvplugin.KVCacheManager(worker, **settings, **names["hashing"])
+    kv = kvplugin.KVCacheManager(
+        worker, max_model_len=160, limits=config, **names["hashing"]
+    )
     engine = names["Engine"](kv, budget=64)
     requests = [
         names["make_request"](f"r{i}", [*range(48), *([i] * random.randrange(1, 60))])
