@@ -317,7 +317,9 @@ class BlockPool:
             i for i, block in enumerate(ids) if block and self._hashes[block] is None
         ]
         for i in given:
-            self.cache_run([ids[i]], [hashes[i]], before[i], depth + i, group, ctx)
+            self._keys.give([ids[i]], [hashes[i]], before[i], depth + i, group)
+        if given:
+            self._ranking.insert([ids[i] for i in given], ctx)
         return given
 
     def touch(self, ids: Iterable[int]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvplugin.block import NULL_BLOCK
 from kvplugin.block_pool import BlockPool
 from kvplugin.errors import IntegrityError
 from kvplugin.policies.eviction import LRU, NO_CONTEXT, BlockContext, BlockInfo
@@ -241,3 +242,14 @@ def test_order_of_release_outlives_the_policy() -> None:
     pool.free_blocks([e, a])
     pool.free_blocks([c])
     assert pool.get_new_blocks(5) == [d, b, e, a, c]
+
+
+def test_a_policy_hears_of_all_blocks_of_a_call_at_once() -> None:
+    policy = Recorder()
+    pool = BlockPool(8, policy=policy)
+    ids = pool.get_new_blocks(4)
+    row = [ids[0], NULL_BLOCK, ids[1], ids[2]]
+    assert pool.cache_run(row, [b"a", b"b", b"c", b"d"], None, 0, 0) == [0, 2, 3]
+    pool.cache_run(ids, [b"a", b"c", b"d", b"e"], None, 0, 0, fresh=False)
+    inserted = [call[1] for call in policy.calls if call[0] == "insert"]
+    assert inserted == [ids[:3], ids[3:]]
