@@ -54,7 +54,8 @@ def _show(rows: Sequence[Sequence[str]]) -> None:
         return
     table = Table()
     for column in _COLUMNS:
-        table.add_column(column, overflow="fold")
+        # Names of hooks are to be copied: they stay in one piece.
+        table.add_column(column, overflow="fold", no_wrap=column == "hooks")
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table)
