@@ -357,13 +357,15 @@ class KVCacheManager:
         """Give back all blocks; the last ones of each group will be evicted first."""
         self._quiet.pop(request.request_id, None)
         self._rewindable.discard(request.request_id)
-        if self._hooks.hears_request_freed:
-            rows = self.coordinator.get_blocks(request.request_id)
-            ctx = FreedContext(
-                num_tokens=request.num_tokens, num_blocks=tuple(map(len, rows))
-            )
-            self._hooks.on_request_freed(request.request_id, ctx)
+        if not self._hooks.hears_request_freed:
+            self.coordinator.free(request.request_id)
+            return
+        rows = self.coordinator.get_blocks(request.request_id)
+        num_blocks = tuple(map(len, rows))
         self.coordinator.free(request.request_id)
+        if any(num_blocks):
+            ctx = FreedContext(num_tokens=request.num_tokens, num_blocks=num_blocks)
+            self._hooks.on_request_freed(request.request_id, ctx)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of the prefix cache because their bytes are wrong.

@@ -224,6 +224,12 @@ class Request:
         if len(self._tokens) >= self._next_hash_at:
             self._update_hashes()
 
+    def begin_weight_epoch(self, weight_epoch: int) -> None:
+        """The model's weights have changed: hash all blocks anew."""
+        self.weight_epoch = weight_epoch
+        self.block_hashes = []
+        self._update_hashes()
+
     def _update_hashes(self) -> None:
         if self._hash_format is None:
             return

@@ -6,7 +6,7 @@ import pytest
 
 from tests.core import vllm_drives as drives
 from tests.oracles import V019, ask
-from tests.oracles.scheduler_setups import Run
+from tests.oracles.scheduler_drive import Run
 
 MIXES = [
     [drives.FULL],

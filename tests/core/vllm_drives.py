@@ -42,6 +42,13 @@ CHUNKED = attention("ChunkedLocalAttentionSpec", attention_chunk_size=16)
 CROSS = attention("CrossAttentionSpec")
 
 
+def spec_of(group: Group) -> spec.KVCacheSpec:
+    """The spec that the group describes."""
+    name, fields = group
+    described: spec.KVCacheSpec = getattr(spec, name)(**fields)
+    return described
+
+
 class CheckedDriver(Driver):
     """Verifies every invariant after each step."""
 
@@ -54,8 +61,8 @@ def transcript(setup: Setup, format_name: str, parity: Parity) -> list[Any]:
     """What our manager answers."""
     hash_format = get_hash_format(format_name, seed=SEED)
     groups = tuple(
-        KVCacheGroupSpec((f"layer{i}",), getattr(spec, name)(**fields))
-        for i, (name, fields) in enumerate(setup.groups)
+        KVCacheGroupSpec((f"layer{i}",), spec_of(group))
+        for i, group in enumerate(setup.groups)
     )
     manager = KVCacheManager(
         KVCacheConfig(setup.num_blocks, (), groups),

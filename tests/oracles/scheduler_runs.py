@@ -5,7 +5,6 @@ reads; equal runs show both.
 """
 
 from dataclasses import dataclass
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +17,7 @@ from kvplugin.hashing import get_hash_format
 from kvplugin.manager import KVCacheManager as OurManager
 from kvplugin.parity import V019
 from tests.oracles import vllm_core
-from tests.oracles.scheduler_setups import Run
+from tests.oracles.scheduler_drive import Run, drive
 
 
 @dataclass
@@ -53,7 +52,7 @@ def _transcript(run: Run, ours: bool) -> list[Any]:
             log_stats=True,
         )
     assert isinstance(scheduler.kv_cache_manager, OurManager) is ours
-    return list(_Engine(run, scheduler).steps())
+    return drive(run, _Engine(run, scheduler))
 
 
 def _drop_in(run: Run) -> Any:
@@ -119,56 +118,32 @@ def _config(run: Run) -> Any:
 
 
 class _Engine:
-    """A model that samples at random, and users that come and go."""
+    """The driver's view of vLLM's scheduler."""
 
     def __init__(self, run: Run, scheduler: Any) -> None:
-        self.run = run
         self.scheduler = scheduler
-        self.random = Random(run.seed)
         self.hasher = vllm_core.hasher(run.block_size)
-        self.count = 0
-        self.prompts = [
-            [self.random.randrange(90) + 2 for _ in range(run.max_model_len)]
-            for _ in range(3)
-        ]
+        self.output: Any = None
 
-    def steps(self) -> Any:
-        for _ in range(self.run.steps):
-            if self.random.random() < 0.6:
-                self.arrive()
-            output = self.scheduler.schedule()
-            yield self.decided(output)
-            self.scheduler.update_from_output(output, self.sampled(output))
-            if self.random.random() < 0.1 and self.scheduler.requests:
-                self.abort()
-            manager = self.scheduler.kv_cache_manager
-            yield (
-                "free",
-                manager.block_pool.get_num_free_blocks(),
-                round(manager.usage, 9),
-                vars(manager.make_prefix_cache_stats()),
-            )
-
-    def arrive(self) -> None:
-        self.count += 1
-        length = self.random.randrange(1, self.run.max_model_len - 20)
-        tail = [self.random.randrange(90) + 2 for _ in range(5)]
-        tokens = self.random.choice(self.prompts)[:length] + tail
-        request = vllm_core.request(f"r{self.count}", tokens, self.hasher)
-        request.max_tokens = self.random.randrange(1, 12)
-        request.priority = self.random.randrange(3)
-        request.arrival_time = self.count
+    def add(
+        self, name: str, tokens: list[int], max_tokens: int, priority: int, arrival: int
+    ) -> None:
+        request = vllm_core.request(name, tokens, self.hasher)
+        request.max_tokens = max_tokens
+        request.priority, request.arrival_time = priority, arrival
         self.scheduler.add_request(request)
 
-    def abort(self) -> None:
-        victim = self.random.choice(sorted(self.scheduler.requests))
-        status = vllm_scheduler.RequestStatus.FINISHED_ABORTED
-        self.scheduler.finish_requests(victim, status)
+    def live(self) -> list[str]:
+        return list(self.scheduler.requests)
 
-    def decided(self, output: Any) -> Any:
+    def abort(self, name: str) -> None:
+        status = vllm_scheduler.RequestStatus.FINISHED_ABORTED
+        self.scheduler.finish_requests(name, status)
+
+    def schedule(self) -> tuple[Any, ...]:
+        output = self.output = self.scheduler.schedule()
         cached = output.scheduled_cached_reqs
         return (
-            "step",
             dict(output.num_scheduled_tokens),
             [
                 (new.req_id, new.block_ids, new.num_computed_tokens)
@@ -184,33 +159,39 @@ class _Engine:
             ),
             sorted(cached.resumed_req_ids),
             sorted(output.preempted_req_ids or ()),
-            sorted(output.finished_req_ids),
-            list(output.num_common_prefix_blocks),
-            output.new_block_ids_to_zero,
+            list(output.num_common_prefix_blocks)
+            if output.num_scheduled_tokens
+            else [],
         )
 
-    def sampled(self, output: Any) -> Any:
-        """One token for each request whose prompt is done, and accepted drafts."""
-        ids = list(output.num_scheduled_tokens)
-        tokens = []
-        for request_id in ids:
-            request = self.scheduler.requests[request_id]
-            drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            done = request.num_computed_tokens >= request.num_tokens
-            n = self.random.randint(0, drafts) + 1 if done else 0
-            tokens.append([self.random.randrange(90) + 2 for _ in range(n)])
-        self.propose(ids)
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=tokens,
+    def batch(self) -> list[tuple[str, int, bool]]:
+        drafts = self.output.scheduled_spec_decode_tokens
+        requests = self.scheduler.requests
+        return [
+            (
+                name,
+                len(drafts.get(name, ())),
+                requests[name].num_computed_tokens >= requests[name].num_tokens,
+            )
+            for name in self.output.num_scheduled_tokens
+        ]
+
+    def answer(
+        self, tokens: dict[str, list[int]], drafts: dict[str, list[int]]
+    ) -> None:
+        for name, new in drafts.items():
+            self.scheduler.requests[name].spec_token_ids = new
+        names = list(tokens)
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=list(tokens.values()),
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
         )
+        self.scheduler.update_from_output(self.output, output)
 
-    def propose(self, ids: list[str]) -> None:
-        for request_id in ids:
-            n = self.random.randint(0, self.run.drafts)
-            drafts = [self.random.randrange(90) + 2 for _ in range(n)]
-            self.scheduler.requests[request_id].spec_token_ids = drafts
+    def blocks(self) -> tuple[Any, ...]:
+        manager = self.scheduler.kv_cache_manager
+        return manager.block_pool.get_num_free_blocks(), round(manager.usage, 9)

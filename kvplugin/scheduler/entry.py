@@ -1,0 +1,120 @@
+"""A request as the scheduler keeps it."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvplugin.request import Request
+
+
+class Status(StrEnum):
+    """Where a request stands.
+
+    WAITING ──> RUNNING ──> FINISHED
+      │  ▲         │
+      │  └─preempt─┤
+      ▼            │
+    LOADING ──> LOADED       (its blocks are there, it does not run yet)
+    """
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    LOADED = "loaded"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class InFlight(NamedTuple):
+    """A step's share of one request, whose output is not known yet."""
+
+    step: int
+    num_tokens: int
+    drafts: int
+    samples: bool
+    """Whether a token will come of it: no known token is left to compute after it."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A request and what the scheduler knows of it besides."""
+
+    request: Request
+    max_tokens: int
+    """Tokens to generate at most."""
+    stop_token_ids: frozenset[int] = frozenset()
+    num_encoder_tokens: int = 0
+    status: Status = Status.WAITING
+    drafts: list[int] = field(default_factory=list)
+    """Proposed for the next step."""
+    in_flight: deque[InFlight] = field(default_factory=deque)
+    discard_until: int = 0
+    """Outputs of steps up to this one come of blocks that it lost: ignored."""
+    rows_given_back: tuple[list[int], ...] = ()
+    """Its rows when it lost them with a step in flight."""
+    external_blocks: frozenset[int] = frozenset()
+    """Blocks that its last admission expected a connector to fill."""
+    seen_by_workers: bool = False
+    skips_external: bool = False
+    """A load has failed: compute instead."""
+    num_cached_tokens: int = -1
+    """Tokens that its first admission did not have to compute; -1 before."""
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Smaller goes first under the priority policy."""
+        return self.request.priority, self.request.arrival_time
+
+    @property
+    def live_in_flight(self) -> list[InFlight]:
+        """Steps in flight whose output will count."""
+        return [part for part in self.in_flight if part.step > self.discard_until]
+
+    @property
+    def num_placeholders(self) -> int:
+        """Tokens that steps in flight will sample."""
+        return sum(part.samples for part in self.live_in_flight)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far and under way."""
+        return self.request.num_output_tokens + self.num_placeholders
+
+    @property
+    def waits_for_drafts(self) -> bool:
+        """A step in flight verifies drafts: until then nobody knows where it stands."""
+        return any(part.drafts for part in self.live_in_flight)
+
+    def take_off(self, step: int, num_tokens: int, drafts: int) -> None:
+        """A step is put under way."""
+        request = self.request
+        request.num_computed_tokens += num_tokens
+        settled = request.num_computed_tokens - drafts
+        samples = settled >= request.num_tokens + self.num_placeholders
+        self.in_flight.append(InFlight(step, num_tokens, drafts, samples))
+        self.seen_by_workers, self.drafts = True, []
+        self._count()
+
+    def land(self) -> InFlight:
+        """The oldest step under way has ended."""
+        part = self.in_flight.popleft()
+        self._count()
+        return part
+
+    def lose_progress(self) -> None:
+        """Its blocks are gone: begin anew, whatever steps in flight still bring."""
+        if self.in_flight:
+            self.discard_until = self.in_flight[-1].step
+        self.drafts = []
+        self.request.num_computed_tokens = 0
+        self._count()
+
+    def _count(self) -> None:
+        self.request.num_in_flight_tokens = sum(
+            part.num_tokens for part in self.live_in_flight
+        )

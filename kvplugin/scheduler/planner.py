@@ -1,0 +1,227 @@
+"""Planner: who gets tokens and blocks in a step."""
+
+from kvplugin.contract import MISS, Lookup
+from kvplugin.kv_cache_blocks import KVCacheBlocks
+from kvplugin.managers import AlignedMambaManager
+from kvplugin.scheduler.entry import Entry, Status
+from kvplugin.scheduler.roster import Roster
+from kvplugin.scheduler.step import StepPlan
+
+
+class Planner:
+    """Fills a step, in this order: requests that run, requests whose external tokens
+    have arrived, waiting ones.
+
+    Args:
+        roster: the requests.
+        loads_synchronously: external tokens count as computed at admission.
+    """
+
+    def __init__(self, roster: Roster, loads_synchronously: bool) -> None:
+        self._roster = roster
+        self._manager = roster.manager
+        self._config = roster.config
+        self._loads_synchronously = loads_synchronously
+        # Aligned states are kept where steps end: prefills end at blocks' ends.
+        self._unit = max(
+            (
+                group.block_size
+                for group in self._manager.coordinator.single_type_managers
+                if isinstance(group, AlignedMambaManager)
+            ),
+            default=1,
+        )
+
+    def fill(self, step: StepPlan) -> None:
+        """Give the step's tokens away. Whoever loses its blocks on the way ends the
+        admissions of this step."""
+        self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_loaded(step)
+        if not step.preempted:
+            self._schedule_waiting(step)
+
+    # -- requests with blocks ------------------------------------------------------
+
+    def _schedule_running(self, step: StepPlan) -> None:
+        for entry in list(self._roster.running):
+            if not step.budget:
+                return
+            if entry.status is not Status.RUNNING or entry.waits_for_drafts:
+                continue
+            if entry.num_output_tokens >= entry.max_tokens:
+                continue  # its last token is under way
+            num_tokens, drafts = self._next_tokens(entry, step.budget)
+            if not num_tokens:
+                continue
+            blocks = self._allocate(step, entry, num_tokens)
+            if blocks is None:
+                return
+            step.add(entry, num_tokens, blocks, drafts=drafts)
+
+    def _schedule_loaded(self, step: StepPlan) -> None:
+        """Requests that hold blocks come before those that need some."""
+        roster = self._roster
+        for entry in roster.loaded:
+            if not step.budget or len(roster.running) >= self._config.max_num_seqs:
+                return
+            if entry.status is not Status.LOADED:
+                continue
+            num_tokens, _ = self._next_tokens(entry, step.budget)
+            blocks = self._allocate(step, entry, num_tokens) if num_tokens else None
+            if blocks is None:
+                return
+            roster.run(entry)
+            step.add(entry, num_tokens, blocks, admitted=True)
+
+    def _next_tokens(self, entry: Entry, budget: int) -> tuple[int, list[int]]:
+        """Tokens to compute next, and which of them are drafts."""
+        request = entry.request
+        known = request.num_tokens + entry.num_placeholders
+        computed = request.num_computed_tokens
+        num_tokens = self._cut(entry, computed, known - computed, budget)
+        if computed + num_tokens < known or self._config.pipeline_depth > 1:
+            return num_tokens, []
+        room = min(self._manager.max_model_len - 1 - known, budget - num_tokens)
+        drafts = entry.drafts[: max(room, 0)]
+        return num_tokens + len(drafts), drafts
+
+    def _cut(self, entry: Entry, computed: int, left: int, budget: int) -> int:
+        """How many of the tokens left a step computes."""
+        num_tokens = min(left, budget)
+        if self._config.long_prefill_token_threshold:
+            num_tokens = min(num_tokens, self._config.long_prefill_token_threshold)
+        unit, known = self._unit, entry.request.num_tokens
+        if unit == 1 or computed >= max(entry.request.num_prompt_tokens, known - 1):
+            return num_tokens
+        last = known - known % unit
+        end = computed + num_tokens
+        if end < last:
+            return num_tokens // unit * unit
+        return last - computed if computed < last < end else num_tokens
+
+    def _allocate(
+        self, step: StepPlan, entry: Entry, num_tokens: int
+    ) -> KVCacheBlocks | None:
+        """Slots for a request that has blocks, at the cost of others if need be; None
+        if it has to wait itself."""
+        while True:
+            blocks = self._manager.allocate_slots(
+                entry.request,
+                num_tokens,
+                num_lookahead_tokens=self._config.num_lookahead_tokens,
+            )
+            if blocks is not None:
+                return blocks
+            victim = None if self._frees_are_coming() else self._victim(entry)
+            if victim is None:
+                return None
+            self._roster.preempt(victim, step)
+            if victim is entry:
+                return None
+
+    def _frees_are_coming(self) -> bool:
+        """Blocks are free as soon as a step or a transfer ends: more victims would
+        lose theirs for nothing."""
+        connector = self._roster.connector
+        return self._roster.holds.any_step or (
+            connector is not None and connector.has_pending_frees()
+        )
+
+    def _victim(self, entry: Entry) -> Entry | None:
+        """Who loses its blocks to `entry`, itself perhaps; None if it had better wait:
+        loaded requests take nothing from those that run, which will end."""
+        roster = self._roster
+        if entry.status is Status.RUNNING:
+            return roster.waiting.victim(roster.running)
+        others = [other for other in roster.loaded if other is not entry]
+        return None if roster.running or not others else others[-1]
+
+    # -- requests without blocks ---------------------------------------------------
+
+    def _schedule_waiting(self, step: StepPlan) -> None:
+        roster = self._roster
+        for entry in roster.waiting:
+            if not step.budget or len(roster.running) >= self._config.max_num_seqs:
+                return
+            if entry.id in roster.loads:
+                continue  # its id still names a transfer into blocks it gave up
+            hit_blocks, hit = self._manager.get_computed_blocks(entry.request)
+            answer = self._ask_connector(entry, hit)
+            if not answer.ready:
+                continue
+            if not self._admit(step, entry, hit_blocks, hit, answer.tokens):
+                return
+
+    def _ask_connector(self, entry: Entry, hit: int) -> Lookup:
+        """Tokens that the connector can bring beyond the local hit."""
+        roster = self._roster
+        if roster.connector is None or entry.skips_external:
+            return MISS
+        most = self._config.max_overdue_fraction
+        most *= self._manager.block_pool.num_usable_blocks
+        if roster.loads.num_overdue_blocks > most:
+            return MISS
+        return roster.connector.lookup(entry.request, hit)
+
+    def _admit(
+        self,
+        step: StepPlan,
+        entry: Entry,
+        hit_blocks: KVCacheBlocks,
+        hit: int,
+        external: int,
+    ) -> bool:
+        """Give a waiting request its blocks; False if it must go on waiting."""
+        request = entry.request
+        parks = external > 0 and not self._loads_synchronously
+        if hit + external >= request.num_tokens and not parks:
+            external -= 1  # the last token is computed again, for its logits
+        computed = hit + external
+        left = request.num_tokens - computed
+        num_tokens = 0 if parks else self._cut(entry, computed, left, step.budget)
+        if not num_tokens and not parks:
+            return False
+        if not self._fits(entry, hit_blocks, hit, external):
+            return False
+        blocks = self._manager.allocate_slots(
+            request,
+            num_tokens,
+            hit,
+            hit_blocks,
+            num_external_computed_tokens=external,
+            delay_cache_blocks=parks,
+            num_encoder_tokens=entry.num_encoder_tokens,
+        )
+        if blocks is None:
+            return False
+        request.num_computed_tokens = computed
+        self._tell_connector(entry, hit, external)
+        if entry.num_cached_tokens < 0:
+            entry.num_cached_tokens = computed
+        if parks:
+            self._roster.park(entry)
+        else:
+            self._roster.run(entry)
+            step.add(entry, num_tokens, blocks, admitted=True)
+        return True
+
+    def _fits(
+        self, entry: Entry, hit_blocks: KVCacheBlocks, hit: int, external: int
+    ) -> bool:
+        """Whether the whole prompt fits, where that is asked for."""
+        return not self._config.scheduler_reserve_full_isl or (
+            self._manager.can_fit_full_sequence(
+                entry.request, hit, hit_blocks, external, entry.num_encoder_tokens
+            )
+        )
+
+    def _tell_connector(self, entry: Entry, hit: int, external: int) -> None:
+        roster = self._roster
+        rows = roster.rows(entry)
+        pairs = zip(rows, roster.block_sizes, strict=True)
+        entry.external_blocks = frozenset(
+            block for row, size in pairs for block in row[hit // size :] if external
+        )
+        if roster.connector is not None:
+            roster.connector.allocated(entry.request, rows, external)

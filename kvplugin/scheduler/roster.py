@@ -1,0 +1,185 @@
+"""Roster: every request, where it stands, and how it gets from one place to another.
+
+All that changes a request's status or gives its blocks away is a method here; who is to
+be moved is decided elsewhere (`planner.py`, `recovery.py`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvplugin.block import NULL_BLOCK
+from kvplugin.contract import SchedulerHalf
+from kvplugin.errors import IntegrityError
+from kvplugin.manager import KVCacheManager
+from kvplugin.scheduler.config import SchedulerConfig
+from kvplugin.scheduler.entry import Entry, Status
+from kvplugin.scheduler.holds import Holds
+from kvplugin.scheduler.loads import Loads
+from kvplugin.scheduler.output import RequestOutput
+from kvplugin.scheduler.queues import make_queue
+from kvplugin.scheduler.step import StepPlan
+
+
+class Roster:
+    """The requests of a scheduler.
+
+    Args:
+        manager: the KV cache.
+        config: settings.
+        connector: brings and takes KV, if there is one.
+        holds: blocks that outlive their request.
+        loads: transfers under way.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        config: SchedulerConfig,
+        connector: SchedulerHalf | None,
+        holds: Holds,
+        loads: Loads,
+    ) -> None:
+        self.manager = manager
+        self.config = config
+        self.connector = connector
+        self.holds = holds
+        self.loads = loads
+        self.block_sizes = [
+            group.block_size for group in manager.coordinator.single_type_managers
+        ]
+        self.requests: dict[str, Entry] = {}
+        self.waiting = make_queue(config.policy)
+        self.loaded = make_queue(config.policy)
+        self.running: list[Entry] = []
+        self.preempted: set[str] = set()
+        """Requests that the workers know and that lost their blocks since the last
+        step."""
+        self.finished: set[str] = set()
+        """Requests that the workers may forget."""
+        self.news: list[RequestOutput] = []
+
+    def rows(self, entry: Entry) -> tuple[list[int], ...]:
+        """Its block ids, a new list a group."""
+        return self.manager.get_block_ids(entry.id)
+
+    @property
+    def loading(self) -> Iterator[Entry]:
+        """Requests that wait for their external tokens."""
+        return (e for e in self.requests.values() if e.status is Status.LOADING)
+
+    # -- forwards ------------------------------------------------------------------
+
+    def add(self, entry: Entry) -> None:
+        """A request arrives."""
+        self.requests[entry.id] = entry
+        self.waiting.add(entry)
+
+    def park(self, entry: Entry) -> None:
+        """A waiting request has blocks, and its external tokens are on their way."""
+        self.waiting.remove(entry)
+        self.loads.start(entry, self.rows(entry))
+
+    def load_is_in(self, entry: Entry) -> None:
+        """The external tokens of a parked request have arrived."""
+        entry.status = Status.LOADED
+        self.loaded.add(entry)
+
+    def run(self, entry: Entry) -> None:
+        """A waiting or loaded request is scheduled."""
+        queue = self.loaded if entry.status is Status.LOADED else self.waiting
+        queue.remove(entry)
+        entry.status = Status.RUNNING
+        self.running.append(entry)
+
+    # -- back ----------------------------------------------------------------------
+
+    def preempt(self, entry: Entry, step: StepPlan | None = None) -> None:
+        """Take a request's blocks and let it wait for its next turn.
+
+        Args:
+            entry: runs, or is loaded.
+            step: the step that is being decided, if one is.
+        """
+        if step is not None:
+            self._withdraw(entry, step)
+            step.preempted.append(entry)
+        self._leave(entry)
+        self.wait_again(entry)
+        entry.request.num_preemptions += 1
+        if entry.seen_by_workers:
+            self.preempted.add(entry.id)
+
+    def wait_again(self, entry: Entry) -> None:
+        """A request that is in no queue gives its blocks back and waits."""
+        self._give_blocks_back(entry)
+        entry.lose_progress()
+        entry.status = Status.WAITING
+        self.waiting.put_back(entry)
+
+    def finish(self, entry: Entry, reason: str, tokens: Sequence[int] = ()) -> None:
+        """End a request in whatever state it is.
+
+        Args:
+            entry: the request.
+            reason: stop, length, abort or error.
+            tokens: its last ones, not told yet.
+        """
+        if self.connector is not None and self.connector.finished(entry.request):
+            self.holds.hold(("send", entry.id), self.rows(entry))
+        if entry.status is Status.LOADING and entry.id in self.loads:
+            self.loads.abandon(entry)
+        self._leave(entry)
+        self._give_blocks_back(entry)
+        entry.status = Status.FINISHED
+        del self.requests[entry.id]
+        if entry.seen_by_workers:
+            self.finished.add(entry.id)
+        cached = max(entry.num_cached_tokens, 0)
+        self.news.append(RequestOutput(entry.id, tokens, reason, cached))
+
+    def _leave(self, entry: Entry) -> None:
+        """Out of the queue in which it is; parked requests are in none."""
+        if entry.status is Status.RUNNING:
+            self.running.remove(entry)
+        elif entry.status is not Status.LOADING:
+            queue = self.loaded if entry.status is Status.LOADED else self.waiting
+            queue.remove(entry)
+
+    def _withdraw(self, entry: Entry, step: StepPlan) -> None:
+        """Take back what the step has promised. New blocks may have keys already, for
+        bytes that will now never be written."""
+        share = step.withdraw(entry)
+        if share is None:
+            return
+        pairs = zip(self.rows(entry), self.block_sizes, strict=True)
+        self.manager.evict_blocks(
+            block
+            for row, size in pairs
+            for block in row[share.num_computed_tokens // size :]
+        )
+
+    def _give_blocks_back(self, entry: Entry) -> None:
+        """Free a request's blocks, but not for reuse while a step in flight writes."""
+        if entry.in_flight:
+            entry.rows_given_back = self.rows(entry)
+            self.holds.hold(("step", entry.in_flight[-1].step), entry.rows_given_back)
+        self.manager.free(entry.request)
+
+    def check(self) -> None:
+        """Verify that every request is in the one place that its status says.
+
+        Raises:
+            IntegrityError: one is not.
+        """
+        places: dict[Status, Iterable[Entry]] = {
+            Status.WAITING: self.waiting,
+            Status.LOADED: self.loaded,
+            Status.RUNNING: self.running,
+            Status.LOADING: self.loading,
+        }
+        found = [(e.id, status) for status, queue in places.items() for e in queue]
+        told = [(e.id, e.status) for e in self.requests.values()]
+        if sorted(found) != sorted(told):
+            raise IntegrityError(f"requests {told} are found in {found}")
+        for entry in self.waiting:
+            if any(block != NULL_BLOCK for row in self.rows(entry) for block in row):
+                raise IntegrityError(f"request {entry.id} waits and has blocks")

@@ -1,0 +1,100 @@
+"""A step while it is being decided."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvplugin.contract import ScheduledRequest
+from kvplugin.kv_cache_blocks import KVCacheBlocks
+from kvplugin.scheduler.entry import Entry
+from kvplugin.scheduler.output import BlockIds, CachedRequestData, NewRequestData
+
+
+@dataclass
+class Share:
+    """One request's part of the step."""
+
+    entry: Entry
+    num_tokens: int
+    drafts: list[int]
+    new_block_ids: BlockIds | None
+    """What its rows grew by; None for nothing."""
+    admitted: bool
+    """It did not run in the step before: the workers get its whole rows."""
+    num_computed_tokens: int
+    """Before the step."""
+
+
+@dataclass
+class StepPlan:
+    """Shares in the order of the batch, and the tokens still to give away."""
+
+    number: int
+    budget: int
+    shares: dict[str, Share] = field(default_factory=dict)
+    preempted: list[Entry] = field(default_factory=list)
+
+    def add(
+        self,
+        entry: Entry,
+        num_tokens: int,
+        blocks: KVCacheBlocks,
+        *,
+        drafts: Iterable[int] = (),
+        admitted: bool = False,
+    ) -> None:
+        """Schedule tokens of a request whose slots are allocated."""
+        self.budget -= num_tokens
+        self.shares[entry.id] = Share(
+            entry,
+            num_tokens,
+            list(drafts),
+            blocks.get_block_ids(allow_none=True),
+            admitted,
+            entry.request.num_computed_tokens,
+        )
+
+    def withdraw(self, entry: Entry) -> Share | None:
+        """Take a request out again; its share if it had one."""
+        share = self.shares.pop(entry.id, None)
+        if share is not None:
+            self.budget += share.num_tokens
+        return share
+
+    def progress(self, watched: Iterable[str]) -> list[ScheduledRequest]:
+        """What a connector wants to hear of these requests."""
+        return [
+            ScheduledRequest(
+                request_id,
+                () if share.admitted else share.new_block_ids or (),
+                share.num_computed_tokens,
+                share.num_tokens,
+            )
+            for request_id, share in self.shares.items()
+            if request_id in set(watched)
+        ]
+
+    def new_requests(self, rows: dict[str, BlockIds]) -> list[NewRequestData]:
+        """Shares of requests that the workers do not know yet."""
+        return [
+            NewRequestData(
+                request_id,
+                list(share.entry.request.all_token_ids),
+                rows[request_id],
+                share.num_computed_tokens,
+            )
+            for request_id, share in self.shares.items()
+            if share.admitted and not share.entry.seen_by_workers
+        ]
+
+    def known_requests(self, rows: dict[str, BlockIds]) -> list[CachedRequestData]:
+        """Shares of requests that the workers know."""
+        return [
+            CachedRequestData(
+                request_id,
+                rows[request_id] if share.admitted else share.new_block_ids,
+                share.num_computed_tokens,
+                resumed=share.admitted,
+            )
+            for request_id, share in self.shares.items()
+            if share.entry.seen_by_workers
+        ]
