@@ -1,4 +1,5 @@
-"""The built-in answers to the hooks that build: a plugin like any other, asked last.
+"""The built-in answers to hooks that build or choose: a plugin like any other, asked
+last.
 
 Everything is imported when it is asked for: whoever only lists plugins pays for none
 of it.
@@ -6,7 +7,7 @@ of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvplugin.errors import ConfigError
@@ -16,6 +17,8 @@ from kvplugin.hooks import (
     CoordinatorContext,
     EvictionPolicyContext,
     ManagerContext,
+    VictimContext,
+    WaitingContext,
     hookimpl,
 )
 
@@ -106,3 +109,19 @@ def kvp_group_layers(
 def kvp_choose_checkpoints(ctx: CheckpointContext) -> Collection[int]:
     """Every boundary."""
     return ctx.boundaries
+
+
+@hookimpl(trylast=True)
+def kvp_choose_waiting_order(ctx: WaitingContext) -> Sequence[str]:
+    """The configured order."""
+    return [request.request_id for request in ctx.waiting]
+
+
+@hookimpl(trylast=True)
+def kvp_choose_victim(ctx: VictimContext) -> str:
+    """Who was admitted last, or would be (`scheduler.queues` answers the same)."""
+    if ctx.policy == "priority":
+        last = max(ctx.candidates, key=lambda r: (r.priority, r.arrival_time))
+    else:
+        last = ctx.candidates[-1]
+    return last.request_id

@@ -140,17 +140,30 @@ class KVCacheManager:
         # Requests alive when keys were taken away: they may compute blocks again.
         self._rewindable: set[str] = set()
 
+    @property
+    def hooks(self) -> Hooks:
+        """The plugins that it asks."""
+        return self._hooks
+
     # -- lookup and admission ------------------------------------------------------
 
     def get_computed_blocks(self, request: RequestLike) -> tuple[KVCacheBlocks, int]:
         """The cached blocks that the request can start from, and their tokens.
 
         At most all tokens but the last, which is needed for the logits; whole blocks
-        only. Changes nothing but the statistics.
+        only. Counts as a lookup in the statistics: a scheduler that asks again at each
+        step uses `find_computed_blocks`, and `record_prefix_cache_stats` once.
 
         Raises:
             RequestError: the request was hashed in blocks of another size.
         """
+        blocks, hit = self.find_computed_blocks(request)
+        if self.enable_caching and not request.skip_reading_prefix_cache:
+            self.record_prefix_cache_stats(request, hit)
+        return blocks, hit
+
+    def find_computed_blocks(self, request: RequestLike) -> tuple[KVCacheBlocks, int]:
+        """`get_computed_blocks` that changes nothing at all."""
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0
         if len(request.block_hashes) * self.hash_block_size > request.num_tokens:
@@ -160,6 +173,11 @@ class KVCacheManager:
                 f"{self.hash_block_size} tokens, the manager's hash_block_size"
             )
         rows, hit = self._find_hit(request)
+        return self.create_kv_cache_blocks(rows), hit
+
+    def record_prefix_cache_stats(self, request: RequestLike, hit: int) -> None:
+        """Count a lookup that found `hit` tokens, and tell why not more to whoever
+        listens."""
         if self.prefix_cache_stats is not None:
             self.prefix_cache_stats.record(
                 num_tokens=request.num_tokens,
@@ -168,7 +186,6 @@ class KVCacheManager:
             )
         if self._hooks.hears_lost_hit and hit < request.num_tokens:
             self._hooks.on_lost_hit(self.explain_lookup(request))
-        return self.create_kv_cache_blocks(rows), hit
 
     def _find_hit(self, request: RequestLike) -> tuple[Rows, int]:
         rows, hit = self.coordinator.find_longest_cache_hit(

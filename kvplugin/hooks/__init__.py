@@ -12,6 +12,8 @@ from kvplugin.hooks.contexts import (
     EvictionPolicyContext,
     FreedContext,
     ManagerContext,
+    VictimContext,
+    WaitingContext,
 )
 from kvplugin.hooks.facade import Hooks, get_hooks, registered_commands
 from kvplugin.hooks.markers import HOOK_API_VERSION, hookimpl
@@ -29,6 +31,8 @@ __all__ = [
     "Hooks",
     "ManagerContext",
     "PluginInfo",
+    "VictimContext",
+    "WaitingContext",
     "get_hooks",
     "hookimpl",
     "load_plugins",

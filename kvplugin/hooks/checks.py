@@ -6,7 +6,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from kvplugin.hooks.contexts import BlockPoolContext, CheckpointContext
+    from kvplugin.hooks.contexts import (
+        BlockPoolContext,
+        CheckpointContext,
+        VictimContext,
+        WaitingContext,
+    )
 
 EVICTION_POLICY: Final = (
     "bind",
@@ -119,3 +124,23 @@ def checkpoints(answer: Any, ctx: CheckpointContext) -> str:
         return f"a {type(answer).__name__} in place of boundaries"
     wrong = [boundary for boundary in answer if boundary not in ctx.boundaries]
     return f"{wrong[0]!r}, which is no boundary" if wrong else ""
+
+
+def waiting_order(answer: Any, ctx: WaitingContext) -> str:
+    """Whether these are ids of waiting requests, none of them twice."""
+    if not isinstance(answer, Sequence) or isinstance(answer, str):
+        return f"a {type(answer).__name__} in place of a list of request ids"
+    known = [request.request_id for request in ctx.waiting]
+    unseen = set(known)
+    for request_id in answer:
+        if not isinstance(request_id, str) or request_id not in unseen:
+            how = "named twice" if request_id in known else "which does not wait"
+            return f"{request_id!r}, {how}"
+        unseen.remove(request_id)
+    return ""
+
+
+def victim(answer: Any, ctx: VictimContext) -> str:
+    """Whether this is the id of a candidate."""
+    known = [request.request_id for request in ctx.candidates]
+    return "" if answer in known else f"{answer!r}, which is no candidate"

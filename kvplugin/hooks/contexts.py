@@ -101,6 +101,32 @@ class CheckpointContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingContext:
+    """Requests that wait for their blocks, in a step that may admit some."""
+
+    waiting: tuple[RequestLike, ...]
+    """In the order of the configured policy."""
+    step: int
+    """Its number, counting from 1."""
+    free_blocks: int
+    """Of the pool, evictable ones included; running requests have got theirs."""
+    policy: str
+    """The configured one: fcfs or priority."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VictimContext:
+    """Blocks have run out, and a request that runs needs some."""
+
+    needy: RequestLike
+    """Needs blocks; stops for now if it is the victim itself."""
+    candidates: tuple[RequestLike, ...]
+    """All that run, `needy` included, in the order of their admission."""
+    policy: str
+    """The configured one: fcfs or priority."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FreedContext:
     """What a request held when it was freed."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from kvplugin.errors import ConfigError, PluginError, unknown_name
 from kvplugin.hooks import checks
@@ -20,6 +20,8 @@ from kvplugin.hooks.contexts import (
     EvictionPolicyContext,
     FreedContext,
     ManagerContext,
+    VictimContext,
+    WaitingContext,
 )
 from kvplugin.hooks.contributions import contributions, merged, refuse
 from kvplugin.hooks.guard import Guard, last_answer, logger
@@ -54,6 +56,8 @@ _ONE_ANSWER: Final = (
     "kvp_make_manager",
     "kvp_group_layers",
     "kvp_choose_checkpoints",
+    "kvp_choose_waiting_order",
+    "kvp_choose_victim",
 )
 
 
@@ -78,6 +82,10 @@ class Hooks:
         """Whether anybody listens to `on_lost_hit`."""
         self.chooses_checkpoints = "kvp_choose_checkpoints" in self._is_replaced
         """Whether anybody but the built-in is asked in `choose_checkpoints`."""
+        self.orders_waiting = "kvp_choose_waiting_order" in self._is_replaced
+        """Whether anybody but the built-in is asked in `choose_waiting_order`."""
+        self.chooses_victim = "kvp_choose_victim" in self._is_replaced
+        """Whether anybody but the built-in is asked in `choose_victim`."""
 
     @classmethod
     def of(cls, *plugins: object) -> Hooks:
@@ -213,16 +221,24 @@ class Hooks:
     def choose_checkpoints(self, ctx: CheckpointContext) -> Collection[int]:
         """Boundaries at which a request keeps checkpoints; the built-in's answer if
         a plugin fails."""
-        hook = "kvp_choose_checkpoints"
-        if self.chooses_checkpoints:
-            try:
-                answer: Collection[int] = self._answer(hook, ctx=ctx)
-                self._verify(hook, checks.checkpoints(answer, ctx))
-            except Exception:
-                logger.exception("the built-in answers %s instead", hook)
-            else:
-                return answer
-        return cast("Collection[int]", self._built_in[hook](ctx=ctx))
+        chosen: Collection[int] = self._choose(
+            "kvp_choose_checkpoints", checks.checkpoints, ctx
+        )
+        return chosen
+
+    def choose_waiting_order(self, ctx: WaitingContext) -> Sequence[str]:
+        """All ids of waiting requests in the order in which they are considered; the
+        built-in's answer if a plugin fails."""
+        hook = "kvp_choose_waiting_order"
+        first = dict.fromkeys(self._choose(hook, checks.waiting_order, ctx))
+        ids = (request.request_id for request in ctx.waiting)
+        return [*first, *(id_ for id_ in ids if id_ not in first)]
+
+    def choose_victim(self, ctx: VictimContext) -> str:
+        """Id of the candidate that loses its blocks; the built-in's answer if a plugin
+        fails."""
+        chosen: str = self._choose("kvp_choose_victim", checks.victim, ctx)
+        return chosen
 
     # -- told ----------------------------------------------------------------------
 
@@ -262,6 +278,18 @@ class Hooks:
             told = ", ".join(type(argument).__name__ for argument in arguments.values())
             raise PluginError(f"no plugin answers {hook} for {told}")
         return answer
+
+    def _choose(self, hook: str, check: Callable[[Any, Any], str], ctx: object) -> Any:
+        """A plugin's answer, or the built-in's where none has a possible one."""
+        if hook in self._is_replaced:
+            try:
+                answer = self._answer(hook, ctx=ctx)
+                self._verify(hook, check(answer, ctx))
+            except Exception:
+                logger.exception("the built-in answers %s instead", hook)
+            else:
+                return answer
+        return self._built_in[hook](ctx=ctx)
 
     def _verify(self, hook: str, wrong: str) -> None:
         """Refuse the last answer if something is wrong with it."""

@@ -8,8 +8,9 @@ Four families, told apart by their names:
   mine". A plugin that raises or answers something impossible ends the start with a
   `PluginError`; a `ConfigError` or `CapacityError` that it raises reaches the user
   as it is.
-- ``kvp_choose_*``: asked at most once a request. None means "no opinion". If a plugin
-  fails, this one call gets the built-in's answer and an ERROR is logged.
+- ``kvp_choose_*``: asked at most once a request, step or preemption. None means "no
+  opinion". If a plugin fails, this one call gets the built-in's answer and an ERROR is
+  logged.
 - ``kvp_on_*``: told; answers are ignored. A failure is logged with the plugin's name
   and hides nothing from others.
 
@@ -30,6 +31,8 @@ from kvplugin.hooks.contexts import (
     EvictionPolicyContext,
     FreedContext,
     ManagerContext,
+    VictimContext,
+    WaitingContext,
 )
 from kvplugin.hooks.markers import hookspec
 
@@ -137,6 +140,29 @@ class HookSpecs(Protocol):
         When: at most once an admission of a request and group of state layers (Mamba)
         that keeps several states; thread of the scheduler's step; must not block.
         Answer: some of `ctx.boundaries`; None: no opinion. The built-in answers all.
+        """
+
+    @hookspec(firstresult=True)
+    def kvp_choose_waiting_order(self, ctx: WaitingContext) -> Sequence[str] | None:
+        """In which order waiting requests are considered in this step.
+
+        When: at most once a step of our scheduler, if requests wait and there is room
+        for one; thread of the scheduler's step; must not block. Requests are shared:
+        change nothing. The first request that does not fit ends the admissions of the
+        step, so who is named late may starve.
+        Answer: ids of waiting requests, each once; those left out come after them, in
+        the configured order. None: no opinion. The built-in keeps the configured order.
+        """
+
+    @hookspec(firstresult=True)
+    def kvp_choose_victim(self, ctx: VictimContext) -> str | None:
+        """Which running request loses its blocks, so that another one can go on.
+
+        When: once a preemption for want of blocks; thread of the scheduler's step; must
+        not block. Requests are shared: change nothing. What the victim has computed is
+        computed again unless it is still cached; its output is kept.
+        Answer: id of one of `ctx.candidates`; None: no opinion. The built-in's victim
+        is the last one in the configured order: of admission, or of priority.
         """
 
     # -- told ----------------------------------------------------------------------

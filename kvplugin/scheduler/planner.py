@@ -1,6 +1,9 @@
 """Planner: who gets tokens and blocks in a step."""
 
+from collections.abc import Iterable
+
 from kvplugin.contract import MISS, Lookup
+from kvplugin.hooks import Hooks, VictimContext, WaitingContext
 from kvplugin.kv_cache_blocks import KVCacheBlocks
 from kvplugin.managers import AlignedMambaManager
 from kvplugin.scheduler.entry import Entry, Status
@@ -14,11 +17,13 @@ class Planner:
 
     Args:
         roster: the requests.
+        hooks: may choose victims and the order of waiting requests.
         loads_synchronously: external tokens count as computed at admission.
     """
 
-    def __init__(self, roster: Roster, loads_synchronously: bool) -> None:
+    def __init__(self, roster: Roster, hooks: Hooks, loads_synchronously: bool) -> None:
         self._roster = roster
+        self._hooks = hooks
         self._manager = roster.manager
         self._config = roster.config
         self._loads_synchronously = loads_synchronously
@@ -63,7 +68,7 @@ class Planner:
         """Requests that hold blocks come before those that need some."""
         roster = self._roster
         for entry in roster.loaded:
-            if not step.budget or len(roster.running) >= self._config.max_num_seqs:
+            if not self._has_room(step):
                 return
             if entry.status is not Status.LOADED:
                 continue
@@ -133,7 +138,13 @@ class Planner:
         loaded requests take nothing from those that run, which will end."""
         roster = self._roster
         if entry.status is Status.RUNNING:
-            return roster.waiting.victim(roster.running)
+            if not self._hooks.chooses_victim:
+                return roster.waiting.victim(roster.running)
+            candidates = tuple(other.request for other in roster.running)
+            ctx = VictimContext(
+                needy=entry.request, candidates=candidates, policy=self._config.policy
+            )
+            return roster.requests[self._hooks.choose_victim(ctx)]
         others = [other for other in roster.loaded if other is not entry]
         return None if roster.running or not others else others[-1]
 
@@ -141,17 +152,35 @@ class Planner:
 
     def _schedule_waiting(self, step: StepPlan) -> None:
         roster = self._roster
-        for entry in roster.waiting:
-            if not step.budget or len(roster.running) >= self._config.max_num_seqs:
+        for entry in self._in_order(step):
+            if not self._has_room(step):
                 return
             if entry.id in roster.loads:
                 continue  # its id still names a transfer into blocks it gave up
-            hit_blocks, hit = self._manager.get_computed_blocks(entry.request)
+            hit_blocks, hit = self._manager.find_computed_blocks(entry.request)
             answer = self._ask_connector(entry, hit)
             if not answer.ready:
                 continue
             if not self._admit(step, entry, hit_blocks, hit, answer.tokens):
                 return
+
+    def _has_room(self, step: StepPlan) -> bool:
+        most = self._config.max_num_seqs
+        return step.budget > 0 and len(self._roster.running) < most
+
+    def _in_order(self, step: StepPlan) -> Iterable[Entry]:
+        """Waiting requests as the policy wants them, or a plugin."""
+        queue = self._roster.waiting
+        if not (self._hooks.orders_waiting and len(queue) and self._has_room(step)):
+            return queue
+        ctx = WaitingContext(
+            waiting=tuple(entry.request for entry in queue),
+            step=step.number,
+            free_blocks=self._manager.block_pool.get_num_free_blocks(),
+            policy=self._config.policy,
+        )
+        ids = self._hooks.choose_waiting_order(ctx)
+        return [self._roster.requests[id_] for id_ in ids]
 
     def _ask_connector(self, entry: Entry, hit: int) -> Lookup:
         """Tokens that the connector can bring beyond the local hit."""
@@ -195,6 +224,7 @@ class Planner:
         )
         if blocks is None:
             return False
+        self._manager.record_prefix_cache_stats(request, hit)
         request.num_computed_tokens = computed
         self._tell_connector(entry, hit, external)
         if entry.num_cached_tokens < 0:
@@ -224,4 +254,8 @@ class Planner:
             block for row, size in pairs for block in row[hit // size :] if external
         )
         if roster.connector is not None:
-            roster.connector.allocated(entry.request, rows, external)
+            request = entry.request
+            roster.external_stats.record(
+                request.num_tokens - hit, external, request.num_preemptions > 0
+            )
+            roster.connector.allocated(request, rows, external)

@@ -17,6 +17,7 @@ from kvplugin.scheduler.loads import Loads
 from kvplugin.scheduler.output import RequestOutput
 from kvplugin.scheduler.queues import make_queue
 from kvplugin.scheduler.step import StepPlan
+from kvplugin.stats import PrefixCacheStats
 
 
 class Roster:
@@ -56,6 +57,8 @@ class Roster:
         self.finished: set[str] = set()
         """Requests that the workers may forget."""
         self.news: list[RequestOutput] = []
+        self.external_stats = PrefixCacheStats()
+        """Of admissions: tokens asked of the connector, and those it brings."""
 
     def rows(self, entry: Entry) -> tuple[list[int], ...]:
         """Its block ids, a new list a group."""

@@ -23,6 +23,7 @@ from typing import Any
 from kvplugin.contract import SchedulerHalf, Step, WorkerOutcome
 from kvplugin.errors import IntegrityError
 from kvplugin.events import KVCacheEvent
+from kvplugin.hooks import Hooks
 from kvplugin.manager import KVCacheManager
 from kvplugin.request import Request, RequestError
 from kvplugin.scheduler.config import SchedulerConfig
@@ -34,6 +35,7 @@ from kvplugin.scheduler.planner import Planner
 from kvplugin.scheduler.recovery import Recovery
 from kvplugin.scheduler.roster import Roster
 from kvplugin.scheduler.step import StepPlan
+from kvplugin.stats import PrefixCacheStats
 
 
 class Scheduler:
@@ -47,6 +49,7 @@ class Scheduler:
         loads_synchronously: external tokens are there when the step computes, as far
             as anybody knows before; failures come as `ModelOutput.invalid_block_ids`.
         clock: seconds, for deadlines.
+        hooks: the plugins to ask; the manager's if None.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Scheduler:
         num_ranks: int = 1,
         loads_synchronously: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        hooks: Hooks | None = None,
     ) -> None:
         self.kv_cache_manager = manager
         self.config = config
@@ -65,7 +69,8 @@ class Scheduler:
         self._holds = Holds(manager.block_pool)
         self._loads = Loads(self._holds, num_ranks, config.load_timeout_s, clock)
         self._roster = Roster(manager, config, connector, self._holds, self._loads)
-        self._planner = Planner(self._roster, loads_synchronously)
+        asked = manager.hooks if hooks is None else hooks
+        self._planner = Planner(self._roster, asked, loads_synchronously)
         self._recovery = Recovery(self._roster)
         self._in_flight: deque[tuple[int, list[Entry]]] = deque()
         self._step = 0
@@ -306,6 +311,12 @@ class Scheduler:
         if self.connector is not None:
             events = [*events, *self.connector.take_events()]
         return events
+
+    def make_connector_prefix_cache_stats(self) -> PrefixCacheStats:
+        """Tokens asked of the connector and brought by it, since the last call."""
+        roster = self._roster
+        stats, roster.external_stats = roster.external_stats, PrefixCacheStats()
+        return stats
 
     def state(self) -> dict[str, Any]:
         """Where everything stands. Of two equal states with work left, the second has

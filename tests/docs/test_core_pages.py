@@ -56,6 +56,15 @@ def test_the_code_prints_what_the_page_shows(session):
     assert sum(bool(shown) for shown, _ in outputs) > 10
 
 
+def test_the_scheduler_page_prints_what_it_shows():
+    names: dict[str, Any] = {}
+    for source, shown in CODE.findall(page("scheduler.md")):
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            exec(compile(source, "scheduler.md", "exec"), names)  # noqa: S102
+        assert printed.getvalue() == shown
+
+
 def test_the_engine_of_the_page_serves_more_than_fits(session):
     names, random = session[0], Random(0)
     settings = {"max_model_len": 160, "max_num_batched_tokens": 64}

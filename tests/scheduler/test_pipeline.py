@@ -1,0 +1,131 @@
+"""Two steps in flight: nothing is handed out, freed or credited too early."""
+
+import pytest
+
+from kvplugin.errors import IntegrityError
+from tests.scheduler.harness import Harness, full, next_token, window
+
+
+def expected(prompt: list[int], n: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def test_outputs_are_those_of_one_step_at_a_time() -> None:
+    prompts = {f"r{i}": [*range(i, i + 10 + i)] for i in range(4)}
+    for depth in (1, 2):
+        engine = Harness(12, pipeline_depth=depth)
+        for name, prompt in prompts.items():
+            engine.add(name, prompt, max_tokens=6)
+        engine.run()
+        assert engine.outputs == {n: expected(p, 6) for n, p in prompts.items()}
+        assert engine.is_idle()
+
+
+def test_a_request_is_scheduled_before_its_last_token_is_known() -> None:
+    engine = Harness(pipeline_depth=2)
+    engine.add("a", range(8), max_tokens=3)
+    assert engine.schedule().num_scheduled_tokens == {"a": 8}
+    assert engine.schedule().num_scheduled_tokens == {"a": 1}
+    engine.land()
+    assert engine.schedule().num_scheduled_tokens == {"a": 1}
+    engine.land()
+    assert engine.schedule().num_scheduled_tokens == {}, "its last token is under way"
+    engine.run()
+    assert engine.outputs["a"] == expected([*range(8)], 3)
+
+
+def test_more_steps_than_the_depth_are_refused() -> None:
+    engine = Harness(pipeline_depth=2)
+    engine.add("a", range(8), max_tokens=9)
+    engine.schedule()
+    engine.schedule()
+    with pytest.raises(IntegrityError, match="2 steps are in flight"):
+        engine.scheduler.schedule()
+
+
+def test_outputs_come_in_order() -> None:
+    engine = Harness(pipeline_depth=2)
+    engine.add("a", range(8), max_tokens=9)
+    engine.schedule()
+    engine.schedule()
+    engine.in_flight.reverse()
+    with pytest.raises(IntegrityError, match="output of step 2 comes, in flight"):
+        engine.land()
+
+
+def test_blocks_of_a_step_in_flight_are_not_handed_out() -> None:
+    """Scenario 2: R ends by the output of step N while N+1 writes its blocks."""
+    engine = Harness(3, pipeline_depth=2)
+    engine.add("r", range(7), max_tokens=4)
+    engine.schedule()
+    engine.schedule()  # writes token 7 into block 2 of r
+    engine.scheduler.abort_request("r")
+    engine.add("c", range(50, 57))
+    engine.land()
+    assert engine.schedule().num_scheduled_tokens == {}, "step 2 may still write"
+    engine.land()
+    assert engine.schedule().num_scheduled_tokens == {"c": 7}
+    engine.run()
+    assert engine.outputs["c"] == expected([*range(50, 57)], 1)
+    assert engine.is_idle()
+
+
+def test_fenced_victims_are_not_preempted_in_vain() -> None:
+    """Scenario 50: at most one victim until blocks come back, then progress."""
+    engine = Harness(6, pipeline_depth=2, max_num_batched_tokens=32)
+    for i in range(3):
+        engine.add(f"r{i}", range(10 * i, 10 * i + 7), max_tokens=8)
+    engine.schedule()
+    victims = 0
+    for _ in range(3):
+        engine.schedule()
+        victims = max(victims, len(engine.scheduler.state()["waiting"]))
+        engine.land()
+    assert victims <= 1
+    engine.run()
+    for i in range(3):
+        assert engine.outputs[f"r{i}"] == expected([*range(10 * i, 10 * i + 7)], 8)
+    assert engine.is_idle()
+
+
+def test_a_result_that_its_request_did_not_survive_is_discarded() -> None:
+    engine = Harness(pipeline_depth=2)
+    engine.add("a", range(8), max_tokens=5)
+    engine.schedule()
+    engine.land()
+    engine.schedule()
+    assert not engine.scheduler.reset_prefix_cache(reset_running=True)
+    engine.land()
+    assert engine.outputs["a"] == expected([*range(8)], 1), "not what came of step 2"
+    engine.run()
+    assert engine.outputs["a"] == expected([*range(8)], 5)
+
+
+def test_window_blocks_are_freed_on_settled_tokens() -> None:
+    """Scenario 3: W=8, 12 settled tokens, then 1 token and 3 drafts, all rejected."""
+    engine = Harness(20, [window(8)], drafts=3)
+    engine.add("a", range(11), max_tokens=8)
+    engine.step()
+    assert engine.scheduler.requests["a"].request.num_computed_tokens == 11
+    engine.step(accepted=0)
+    output = engine.schedule()
+    assert output.scheduled_spec_decode_tokens == {"a": [1, 1, 1]}
+    assert engine.rows("a")[0][1], "positions 6.. are still read"
+    engine.land(accepted=0)
+    assert engine.scheduler.requests["a"].request.num_computed_tokens == 13
+    assert engine.rows("a")[0][1]
+    engine.run()
+    assert engine.is_idle()
+
+
+def test_rejected_drafts_are_computed_again() -> None:
+    for accepted in (0, 1, 2):
+        engine = Harness(20, [full(), window(6)], drafts=2)
+        engine.add("a", range(9), max_tokens=9)
+        while engine.scheduler.has_work():
+            engine.step(accepted=accepted)
+        assert len(engine.outputs["a"]) == 9
+        assert engine.is_idle()
