@@ -63,6 +63,8 @@ class BlockKeys:
         group: int,
     ) -> None:
         """Give consecutive blocks of one request, none of them keyed, their keys."""
+        if len(ids) != len(hashes):
+            raise IntegrityError(f"{len(ids)} blocks cannot have {len(hashes)} hashes")
         self.index.add(group, hashes, ids)
         own = self.hashes
         for block, block_hash in zip(ids, hashes, strict=True):

@@ -251,7 +251,22 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 
 
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
-    """One group: its hit is the hit."""
+    """One group: its hit is the hit.
+
+    Raises:
+        ConfigError: the group cannot be looked up as configured.
+    """
+
+    def __init__(
+        self,
+        block_pool: BlockPool,
+        managers: Sequence[SingleTypeKVCacheManager],
+        *,
+        use_eagle: bool = False,
+        parity: Parity = NO_PARITY,
+    ) -> None:
+        super().__init__(block_pool, managers, use_eagle=use_eagle, parity=parity)
+        self.find_longest_cache_hit((), 0)  # what is refused is refused now
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_cache_hit_length: int
@@ -279,7 +294,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Several groups: the longest length that all of them accept.
 
     Raises:
-        ConfigError: context parallelism, which groups of one kind only can do.
+        ConfigError: context parallelism, which groups of one kind only can do, or
+            groups that cannot be looked up together as configured.
     """
 
     def __init__(
@@ -301,6 +317,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         self.attention_groups = _by_spec(self.single_type_managers)
         self.alignment_tokens = lcm(*(manager.block_size for manager in managers))
         """Every hit is a multiple of this many tokens."""
+        self.find_longest_cache_hit((), 0)  # what is refused is refused now
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_cache_hit_length: int

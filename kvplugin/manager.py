@@ -88,13 +88,26 @@ class KVCacheManager:
         parity: Parity = NO_PARITY,
         lookup_history: LookupHistory | None = None,
     ) -> None:
-        if max_model_len < 1:
-            raise ConfigError(f"max_model_len must be at least 1, got {max_model_len}")
-        if limits is not None and limits.max_model_len != max_model_len:
-            raise ConfigError(
-                f"max_model_len is {max_model_len}, in limits it is "
-                f"{limits.max_model_len}"
-            )
+        for name, size in (
+            ("max_model_len", max_model_len),
+            ("hash_block_size", hash_block_size),
+            ("dcp_world_size", dcp_world_size),
+            ("pcp_world_size", pcp_world_size),
+        ):
+            if size < 1:
+                raise ConfigError(f"{name} must be at least 1, got {size}")
+        context_parallel_size = dcp_world_size * pcp_world_size
+        if limits is not None:
+            for name, ours, theirs in (
+                ("max_model_len", max_model_len, limits.max_model_len),
+                (
+                    "context parallel size",
+                    context_parallel_size,
+                    limits.context_parallel_size,
+                ),
+            ):
+                if ours != theirs:
+                    raise ConfigError(f"{name} is {ours}, in limits it is {theirs}")
         self.kv_cache_config = kv_cache_config
         self.hash_block_size = hash_block_size
         self.max_model_len = max_model_len
@@ -110,7 +123,7 @@ class KVCacheManager:
             hash_block_size=hash_block_size,
             coarse_rule="last" if hash_format is None else hash_format.coarse_rule,
             limits=limits,
-            context_parallel_size=dcp_world_size * pcp_world_size,
+            context_parallel_size=context_parallel_size,
             report_new_blocks=kv_cache_config.needs_kv_cache_zeroing,
             parity=parity,
         )
@@ -374,6 +387,8 @@ class KVCacheManager:
         """Give back all blocks; the last ones of each group will be evicted first."""
         self._quiet.pop(request.request_id, None)
         self._rewindable.discard(request.request_id)
+        if self._token_check is not None:
+            self._token_check.freed(request.request_id)
         if not self._hooks.hears_request_freed:
             self.coordinator.free(request.request_id)
             return
@@ -395,7 +410,7 @@ class KVCacheManager:
         """
         self.block_pool.evict_blocks(block_ids)
         self._rewindable.update(self._quiet)
-        self._quiet.clear()
+        self._quiet = dict.fromkeys(self._quiet, -1)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks, for instance after a change of weights.

@@ -51,16 +51,16 @@ class Ranking:
 
     def insert(self, ids: Sequence[int], ctx: BlockContext) -> None:
         """Blocks in use were given a key."""
-        self._tell(self._policy.insert, ids, ctx)
+        self._tell(self._policy.insert, self._for_policy(ids), ctx)
 
     def hit(self, ids: Sequence[int], ctx: BlockContext) -> None:
         """A request adopted these blocks."""
-        self._tell(self._policy.hit, ids, ctx)
+        self._tell(self._policy.hit, self._for_policy(ids), ctx)
 
     def pin(self, ids: Sequence[int]) -> None:
         """Evictable blocks come into use."""
         self._count -= len(ids)
-        self._tell(self._policy.pin, ids)
+        self._tell(self._policy.pin, self._for_policy(ids))
 
     def release(self, ids: Sequence[int]) -> None:
         """Keyed blocks fell out of use; what should go first is listed first."""
@@ -69,7 +69,7 @@ class Ranking:
             for block in ids:
                 self._releases += 1
                 self._released_at[block] = self._releases
-        self._tell(self._policy.release, ids)
+        self._tell(self._policy.release, self._for_policy(ids))
 
     def forget(self, ids: Sequence[int], num_evictable: int) -> None:
         """Keys are about to go; the pool still has them while the policy is told.
@@ -79,7 +79,7 @@ class Ranking:
             num_evictable: how many of them are not in use.
         """
         try:
-            self._policy.forget(ids)
+            self._policy.forget(self._for_policy(ids))
         except Exception:
             self._fall_back()
             self._policy.forget(ids)
@@ -129,9 +129,13 @@ class Ranking:
         except Exception:
             self._fall_back()
 
+    def _for_policy(self, ids: Sequence[int]) -> Sequence[int]:
+        """The pool goes on with its own list, whatever a policy does with this one."""
+        return ids if self._is_own else list(ids)
+
     def _choose(self, n: int) -> list[int]:
         try:
-            victims = self._policy.victims(n)
+            victims = list(self._policy.victims(n))
             self._verify(victims, n)
         except Exception:
             self._fall_back()

@@ -8,9 +8,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, SupportsIndex
 
-from kvplugin.errors import KVPluginError
+from kvplugin.errors import ConfigError, KVPluginError
 from kvplugin.hashing.formats import HashFormat
 from kvplugin.hashing.identity import AdapterLike, MediaLike
 
@@ -213,7 +213,8 @@ class Request:
         Raises:
             RequestError: an id outside 0 to 2**32-1; nothing is added.
         """
-        if isinstance(token_ids, int):
+        if isinstance(token_ids, SupportsIndex):
+            token_ids = token_ids.__index__()
             if not 0 <= token_ids < _TOKEN_LIMIT:
                 raise _bad_token(self.request_id, token_ids)
             self._tokens.append(token_ids)
@@ -225,10 +226,18 @@ class Request:
             self._update_hashes()
 
     def begin_weight_epoch(self, weight_epoch: int) -> None:
-        """The model's weights have changed: hash all blocks anew."""
-        self.weight_epoch = weight_epoch
-        self.block_hashes = []
-        self._update_hashes()
+        """The model's weights have changed: hash all blocks anew.
+
+        Raises:
+            ConfigError: the hash format knows no epochs; nothing has changed.
+        """
+        before = self.weight_epoch, self.block_hashes
+        self.weight_epoch, self.block_hashes = weight_epoch, []
+        try:
+            self._update_hashes()
+        except ConfigError:
+            self.weight_epoch, self.block_hashes = before
+            raise
 
     def _update_hashes(self) -> None:
         if self._hash_format is None:

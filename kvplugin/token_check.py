@@ -23,20 +23,36 @@ class TokenCheck:
     def __init__(self, block_pool: BlockPool, hash_block_size: int) -> None:
         self._pool = block_pool
         self._hash_block_size = hash_block_size
-        self._witnesses: dict[int, PrefixWitness] = {}
+        # Of keyed blocks: the prefix, and how many of its tokens end with the block.
+        self._kept: dict[int, tuple[PrefixWitness, int]] = {}
+        self._growing: dict[str, PrefixWitness] = {}
 
-    def record(self, request: RequestLike, blocks: Iterable[int]) -> None:
-        """Blocks of this request were just given a key."""
-        witness = PrefixWitness(request, self._hash_block_size)
-        self._witnesses.update(dict.fromkeys(blocks, witness))
-        if len(self._witnesses) > 2 * self._pool.num_keyed_blocks:
+    def record(self, request: RequestLike, blocks: Iterable[tuple[int, int]]) -> None:
+        """Blocks of this request were just given a key.
+
+        Args:
+            request: whose blocks they are.
+            blocks: (block, tokens of the request up to its end).
+        """
+        witness = self._growing.get(request.request_id)
+        if witness is None:
+            witness = PrefixWitness(request, self._hash_block_size)
+            self._growing[request.request_id] = witness
+        else:
+            witness.extend(request)
+        self._kept.update((block, (witness, end)) for block, end in blocks)
+        if len(self._kept) > 2 * self._pool.num_keyed_blocks:
             self._drop_stale()
+
+    def freed(self, request_id: str) -> None:
+        """The request is gone; its blocks may stay."""
+        self._growing.pop(request_id, None)
 
     def _drop_stale(self) -> None:
         key_of = self._pool.key_of
-        self._witnesses = {
-            block: witness
-            for block, witness in self._witnesses.items()
+        self._kept = {
+            block: kept
+            for block, kept in self._kept.items()
             if key_of(block) is not None
         }
 
@@ -67,10 +83,11 @@ class TokenCheck:
             if not row[i]:
                 continue
             # One comparison covers all blocks before it that share the witness.
-            witness = self._witnesses.get(row[i])
-            if witness is not None and witness is trusted:
+            witness, end = self._kept.get(row[i], (None, 0))
+            in_place = witness is not None and end == (i + 1) * size
+            if in_place and witness is trusted:
                 continue
-            if witness is None or not witness.covers(mine, (i + 1) * size):
+            if witness is None or not in_place or not witness.covers(mine, end):
                 proven, trusted = i, None
             else:
                 trusted = witness

@@ -138,12 +138,19 @@ def block_extras(
             )
     if request.prompt_embeds is not None:
         rows = len(request.prompt_embeds)
+        shape = _shape_of(request.prompt_embeds)
         for block in range(first, min(last, -(-rows // block_size))):
             digest = embeds_digest(
                 request, block * block_size, (block + 1) * block_size
             )
-            fields.setdefault(block, []).append(("embeds", digest))
+            fields.setdefault(block, []).append(("embeds", digest, *shape))
     return {block: _pack(entries) for block, entries in fields.items()}
+
+
+def _shape_of(embeds: Any) -> tuple[str, list[int]]:
+    """Equal bytes of another type or width are other embeddings."""
+    dtype = str(getattr(embeds, "dtype", "")).removeprefix("torch.")
+    return dtype, list(getattr(embeds, "shape", ()))[1:]
 
 
 def media_between(

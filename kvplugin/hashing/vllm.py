@@ -26,6 +26,7 @@ from kvplugin.hashing.identity import (
     MediaLike,
     RequestIdentity,
     embeds_digest,
+    identity_of,
     media_between,
 )
 
@@ -72,7 +73,13 @@ class CborFormat:
     def extend(
         self, hashes: list[bytes], request: HashedRequest, block_size: int
     ) -> None:
-        """Append the hashes of the full blocks of `request` that `hashes` lacks."""
+        """Append the hashes of the full blocks of `request` that `hashes` lacks.
+
+        Raises:
+            ConfigError: the request or its adapter is of another epoch than 0, which
+                these hashes cannot tell apart.
+        """
+        self._refuse_epochs(request)
         first, last = len(hashes), request.num_tokens // block_size
         media = request.mm_features
         if hashes and self._continues_with_last_item:
@@ -84,6 +91,15 @@ class CborFormat:
             tokens = tuple(request.all_token_ids[start:end])
             parent = self._digest((parent, tokens, tuple(keys) or None))
             hashes.append(parent)
+
+    def _refuse_epochs(self, request: HashedRequest) -> None:
+        identity = identity_of(request)
+        if identity.weight_epoch or (identity.adapter and identity.adapter[2]):
+            raise ConfigError(
+                f"the hash format {self.name!r} knows no epochs of weights or "
+                f"adapters: old bytes would be served for new ones. Use 'kv_sha256', "
+                f"or drop what is cached everywhere"
+            )
 
     def _digest(self, value: object) -> bytes:
         return sha256(self._dumps(value, canonical=True)).digest()

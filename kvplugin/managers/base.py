@@ -272,6 +272,10 @@ class SingleTypeKVCacheManager(ABC):
             request_id: a request with `add_local_computed_blocks` just done.
             num_total_computed_tokens: local and external computed tokens.
         """
+        if self.get_num_skipped_tokens(num_total_computed_tokens) >= (
+            num_total_computed_tokens
+        ):
+            return  # none of them will be read
         row = self.req_to_blocks[request_id]
         missing = cdiv(num_total_computed_tokens, self.block_size) - len(row)
         if missing > 0:
@@ -303,19 +307,20 @@ class SingleTypeKVCacheManager(ABC):
     # -- the life of a row ---------------------------------------------------------
 
     def cache_blocks(self, request: RequestLike, num_tokens: int) -> None:
-        """Give the full blocks among the first `num_tokens` tokens their keys.
+        """Give the full blocks among the first `num_tokens` tokens their keys, as far
+        as there are blocks.
 
         Raises:
             RequestError: the request has no hash for one of them.
         """
+        row = self.req_to_blocks.get(request.request_id, ())
         start = self.num_cached_block.get(request.request_id, 0)
-        stop = num_tokens // self.block_size
+        stop = min(num_tokens // self.block_size, len(row))
         if start >= stop:
             return
         hashes = self._hashes_between(request, start, stop)
         blocks = self._cacheable(request.request_id, start, stop)
         parent = self._hashes_between(request, start - 1, start)[0] if start else None
-        self.num_cached_block[request.request_id] = stop
         given = self.block_pool.cache_run(
             blocks,
             hashes,
@@ -325,6 +330,7 @@ class SingleTypeKVCacheManager(ABC):
             getattr(request, "block_context", None) or NO_CONTEXT,
             fresh=request.request_id not in self._rewound,
         )
+        self.num_cached_block[request.request_id] = stop
         self._cached(request, start, stop, hashes, given, parent)
 
     def _hashes_between(
@@ -356,7 +362,10 @@ class SingleTypeKVCacheManager(ABC):
         got a key."""
         if given and self.settings.token_check is not None:
             row = self.req_to_blocks[request.request_id]
-            self.settings.token_check.record(request, [row[start + i] for i in given])
+            self.settings.token_check.record(
+                request,
+                [(row[start + i], (start + i + 1) * self.block_size) for i in given],
+            )
         if given and self.block_pool.events_enabled:
             self.block_pool.report(
                 stored_event(self, request, start, stop, given, hashes, parent)
@@ -380,19 +389,21 @@ class SingleTypeKVCacheManager(ABC):
         Raises:
             RequestError: blocks that it will read or write were given back.
         """
-        cached = self.num_cached_block.get(request_id)
+        self._refuse_missing_blocks(request_id, num_computed_tokens)
         kept = num_computed_tokens // self.block_size
-        if cached is None or kept >= cached:
-            return
+        if kept < self.num_cached_block.get(request_id, 0):
+            self.num_cached_block[request_id] = kept
+            self._rewound.add(request_id)
+
+    def _refuse_missing_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         first = max(self.get_num_skipped_tokens(num_computed_tokens), 0)
-        if NULL_BLOCK in self.req_to_blocks[request_id][first // self.block_size :]:
+        row = self.req_to_blocks.get(request_id, ())
+        if NULL_BLOCK in row[first // self.block_size :]:
             raise RequestError(
                 f"request {request_id} goes back to {num_computed_tokens} tokens, and "
                 f"its {self.kind} group has given back blocks that it needs there: "
                 f"free the request and admit it again"
             )
-        self.num_cached_block[request_id] = kept
-        self._rewound.add(request_id)
 
     def remove_skipped_blocks(
         self, request_id: str, total_computed_tokens: int

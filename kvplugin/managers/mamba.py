@@ -263,6 +263,7 @@ class AlignedMambaManager(MambaManager):
     def rewind(self, request_id: str, num_computed_tokens: int) -> None:
         """Nothing gets its key again: a step leaves the state at its end only, and
         that need not be where a step ended before."""
+        self._refuse_missing_blocks(request_id, num_computed_tokens)
 
     def max_live_blocks(self) -> int:
         """The running state, the one it is copied from, and those of drafts."""

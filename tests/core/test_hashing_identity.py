@@ -207,13 +207,15 @@ def test_tensors_and_arrays_with_equal_bytes_hash_alike() -> None:
         lambda: array,
         lambda: torch.from_numpy(array),
         lambda: torch.from_numpy(array.T.copy()).T.requires_grad_(),
-        lambda: torch.from_numpy(array).view(torch.bfloat16),
     ]
     found = [
         Request("r", prompt_embeds=make(), hash_format=SHA, hash_block_size=BLOCK)
         for make in makers
     ]
     assert all(r.block_hashes == found[0].block_hashes for r in found)
+    other = torch.from_numpy(array).view(torch.bfloat16)
+    viewed = Request("r", prompt_embeds=other, hash_format=SHA, hash_block_size=BLOCK)
+    assert viewed.block_hashes[0] != found[0].block_hashes[0], "equal bytes, other type"
 
 
 # -- witnesses ---------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvplugin import BlockPool, hookimpl
-from kvplugin.coordinator import KVCacheCoordinator
 from kvplugin.errors import CapacityError, ConfigError, PluginError
 from kvplugin.groups import GroupingConfig
 from kvplugin.hooks import (
@@ -21,10 +20,9 @@ from kvplugin.hooks import (
     Hooks,
     HookSpecs,
     ManagerContext,
-    checks,
 )
-from kvplugin.managers import ManagerSettings, SingleTypeKVCacheManager
-from kvplugin.policies.eviction import LRU, EvictionPolicy
+from kvplugin.managers import ManagerSettings
+from kvplugin.policies.eviction import LRU
 from kvplugin.spec import FullAttentionSpec, KVCacheConfig
 
 HOOKS = [name for name in vars(HookSpecs) if name.startswith("kvp_")]
@@ -53,7 +51,10 @@ def checkpoint_context() -> CheckpointContext:
 
 
 def groups(*names: tuple[str, ...]) -> list[Any]:
-    return [SimpleNamespace(layer_names=n, kv_sharing_targets={}) for n in names]
+    return [
+        SimpleNamespace(layer_names=n, kv_cache_spec=None, kv_sharing_targets={})
+        for n in names
+    ]
 
 
 class AnyMethods:
@@ -97,18 +98,6 @@ def test_every_hook_is_tested_below() -> None:
     }
     with_answers = {hook for hook, _, _ in IMPOSSIBLE.values()}
     assert {*with_own_tests, *with_answers, *TELL} == set(HOOKS)
-
-
-def test_a_policy_is_checked_for_what_the_protocol_has() -> None:
-    members = {n for n, value in vars(EvictionPolicy).items() if callable(value)}
-    members -= {n for n in members if n.startswith("_") and n != "__len__"}
-    assert set(checks.EVICTION_POLICY) == members
-
-
-def test_the_classes_of_the_core_pass_the_checks_of_plugins() -> None:
-    assert not checks.methods(BlockPool, checks.BLOCK_POOL)
-    assert not checks.methods(KVCacheCoordinator, checks.COORDINATOR)
-    assert not checks.methods(SingleTypeKVCacheManager, checks.MANAGER)
 
 
 def test_managers_and_a_coordinator_are_built_through_the_hooks() -> None:
@@ -212,13 +201,52 @@ def test_managers_coordinators_and_groups_may_come_from_a_plugin() -> None:
     assert hooks.group_layers(dict.fromkeys("abc"), settings) == found
 
 
+def used_pool(num_blocks: int) -> BlockPool:
+    """One block of it is in use."""
+    pool = BlockPool(num_blocks)
+    pool.get_new_blocks(1)
+    return pool
+
+
+def broken_pool(count: Callable[[], Any]) -> BlockPool:
+    """Of nine blocks, which it counts in its own way."""
+
+    class BrokenPool(BlockPool):
+        """Cannot count."""
+
+        def get_num_free_blocks(self) -> int:
+            return count()  # type: ignore[no-any-return]
+
+    return BrokenPool(9)
+
+
 IMPOSSIBLE: dict[str, tuple[str, Any, str]] = {
     "not a policy": ("kvp_make_eviction_policy", object(), "without bind, insert"),
     "not a pool": ("kvp_make_block_pool", 3, "int without get_num_free"),
-    "a small pool": ("kvp_make_block_pool", BlockPool(8), "7 of 8 blocks free"),
+    "a small pool": ("kvp_make_block_pool", BlockPool(8), "of 8 blocks, not of 9"),
+    "a large pool": ("kvp_make_block_pool", BlockPool(10), "of 10 blocks, not of 9"),
+    "a used pool": ("kvp_make_block_pool", used_pool(9), "7 of 8 blocks free"),
+    "a pool of words": (
+        "kvp_make_block_pool",
+        broken_pool(lambda: "all"),
+        "'all' of 8 blocks free",
+    ),
+    "a pool that fails": (
+        "kvp_make_block_pool",
+        broken_pool(lambda: {}["free"]),
+        "BrokenPool that fails when looked at: KeyError: 'free'",
+    ),
+    "a class": ("kvp_make_eviction_policy", LRU, "class LRU in place of an object"),
     "not a coordinator": ("kvp_make_coordinator", [], "list without find_long"),
     "not a manager": ("kvp_make_manager", "x", "str without find_longest"),
     "not groups": ("kvp_group_layers", 1, "int in place of a list"),
+    "a group of none": ("kvp_group_layers", [None], "NoneType without .* of a group"),
+    "a group of five": ("kvp_group_layers", [5], "int without .* of a group"),
+    "lists for layers": (
+        "kvp_group_layers",
+        groups(("a", []), ("b",)),  # type: ignore[arg-type]
+        "a list that fails when looked at: TypeError",
+    ),
     "a layer left out": ("kvp_group_layers", groups(("a",)), "without layer 'b'"),
     "a layer twice": ("kvp_group_layers", groups(("a", "b"), ("b",)), "'b' twice"),
     "a layer of none": ("kvp_group_layers", groups(("a", "b", "c")), "'c' twice or"),
