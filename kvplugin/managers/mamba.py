@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 
 from kvplugin.block import NULL_BLOCK
 from kvplugin.block_pool import BlockPool
-from kvplugin.errors import IntegrityError
 from kvplugin.managers.base import (
     NEVER,
     ManagerSettings,
@@ -183,8 +182,8 @@ class AlignedMambaManager(MambaManager):
         settings: ManagerSettings,
     ) -> None:
         super().__init__(kv_cache_spec, block_pool, settings)
-        self.last_state_block_idx: dict[str, int] = {}
-        """Position in the row of the state that the step before left."""
+        # Of each request the leading entries of its row that were given back.
+        self._freed_until: dict[str, int] = {}
         self._allocated: set[str] = set()
 
     def _count(
@@ -196,14 +195,21 @@ class AlignedMambaManager(MambaManager):
         num_tokens_main_model: int,
         whole_request: bool,
     ) -> int:
-        del num_tokens, total_computed_tokens, whole_request
+        del num_tokens, whole_request
         have = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
+        external = 0
+        if request_id not in self.num_cached_block:
+            covered = cdiv(total_computed_tokens, self.block_size)
+            skipped = max(total_computed_tokens - 1, 0) // self.block_size
+            external = max(covered - max(skipped, have), 0)
+            have = max(covered, have)
         new = self._required(num_tokens_main_model) - have
         if new > 0:
             # Draft states of the step before serve again.
             again = request_id in self._allocated
             new = 1 if again else 1 + self.num_speculative_blocks
-        return max(new, 0) + self.block_pool.num_evictable(new_computed_blocks)
+        hits = self.block_pool.num_evictable(new_computed_blocks)
+        return max(new, 0) + external + hits
 
     def _required(self, num_tokens_main_model: int) -> int:
         # Lookahead tokens get no state: no draft model has state layers, and they
@@ -223,7 +229,6 @@ class AlignedMambaManager(MambaManager):
         required = self._required(num_tokens_main_model)
         if required <= had:
             return []
-        self._note_last_state(request_id, had)
         last = required - 1 - self.num_speculative_blocks
         row += [NULL_BLOCK] * (last - had)
         if request_id in self._allocated:
@@ -231,14 +236,6 @@ class AlignedMambaManager(MambaManager):
         self._allocated.add(request_id)
         self._extend(row, required - len(row))
         return row[had:]
-
-    def _note_last_state(self, request_id: str, had: int) -> None:
-        if request_id in self._allocated:
-            self.last_state_block_idx[request_id] = (
-                had - 1 - self.num_speculative_blocks
-            )
-        elif had:
-            self.last_state_block_idx[request_id] = had - 1  # the state that was hit
 
     def _move_draft_states(self, row: list[int], had: int, last: int) -> None:
         for i in range(had - self.num_speculative_blocks, min(had, last)):
@@ -248,17 +245,18 @@ class AlignedMambaManager(MambaManager):
     def remove_skipped_blocks(
         self, request_id: str, total_computed_tokens: int
     ) -> None:
-        """As in the base, and the state before the last one: the step in between has
-        copied from it."""
-        super().remove_skipped_blocks(request_id, total_computed_tokens)
+        """All states before the last settled one, which was computed from them. With
+        steps in flight there may be several, with nulls between them."""
         settled = max(total_computed_tokens - self.num_speculative_blocks, 0)
-        last = self.last_state_block_idx.get(request_id)
-        if last is None or last >= cdiv(settled, self.block_size) - 1:
+        row = self.req_to_blocks.get(request_id, [])
+        start = self._freed_until.get(request_id, 0)
+        stop = min(cdiv(settled, self.block_size) - 1, len(row))
+        if start >= stop:
             return
-        row = self.req_to_blocks[request_id]
-        if row[last] != NULL_BLOCK:
-            self.block_pool.free_blocks([row[last]])
-            row[last] = NULL_BLOCK
+        self._freed_until[request_id] = stop
+        removed = [block for block in row[start:stop][::-1] if block != NULL_BLOCK]
+        row[start:stop] = [NULL_BLOCK] * (stop - start)
+        self.block_pool.free_blocks(removed)
 
     def rewind(self, request_id: str, num_computed_tokens: int) -> None:
         """Nothing gets its key again: a step leaves the state at its end only, and
@@ -271,13 +269,5 @@ class AlignedMambaManager(MambaManager):
 
     def free(self, request_id: str) -> None:
         self._allocated.discard(request_id)
-        self.last_state_block_idx.pop(request_id, None)
+        self._freed_until.pop(request_id, None)
         super().free(request_id)
-
-    def check(self) -> None:
-        super().check()
-        for request_id, last in self.last_state_block_idx.items():
-            if last >= len(self.req_to_blocks.get(request_id, ())):
-                raise IntegrityError(
-                    f"request {request_id}: last state {last} is outside its row"
-                )

@@ -35,6 +35,9 @@ class CachedRequestData:
     num_computed_tokens: int
     resumed: bool = False
     """It was preempted, and `new_block_ids` are its whole new rows."""
+    token_ids: Sequence[int] | None = None
+    """Of one that resumed: all its tokens (workers may have sampled one that was
+    discarded)."""
 
 
 @dataclass(frozen=True, slots=True)

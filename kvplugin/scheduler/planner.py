@@ -204,21 +204,23 @@ class Planner:
         """Give a waiting request its blocks; False if it must go on waiting."""
         request = entry.request
         parks = external > 0 and not self._loads_synchronously
-        if hit + external >= request.num_tokens and not parks:
-            external -= 1  # the last token is computed again, for its logits
-        computed = hit + external
+        # The last token is computed in any case, for its logits.
+        credited = min(external, request.num_tokens - 1 - hit)
+        computed = hit + credited
         left = request.num_tokens - computed
-        num_tokens = 0 if parks else self._cut(entry, computed, left, step.budget)
-        if not num_tokens and not parks:
+        num_tokens = self._cut(entry, computed, left, step.budget)
+        if parks:
+            num_tokens = external - credited  # only room for it, where it comes too
+        elif not num_tokens:
             return False
-        if not self._fits(entry, hit_blocks, hit, external):
+        if not self._fits(entry, hit_blocks, hit, credited):
             return False
         blocks = self._manager.allocate_slots(
             request,
             num_tokens,
             hit,
             hit_blocks,
-            num_external_computed_tokens=external,
+            num_external_computed_tokens=credited,
             delay_cache_blocks=parks,
             num_encoder_tokens=entry.num_encoder_tokens,
         )

@@ -90,9 +90,6 @@ class Recovery:
         first = _first_wrong_token(load.failed_blocks, load.rows, roster.block_sizes)
         if first is None:
             roster.manager.cache_blocks(request, computed)
-            if computed == request.num_tokens:
-                # The last token is computed again, for its logits.
-                request.num_computed_tokens -= 1
             roster.load_is_in(entry)
             return
         # What did come is cached, and will be hit when the request is admitted again.

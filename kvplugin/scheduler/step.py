@@ -94,6 +94,9 @@ class StepPlan:
                 rows[request_id] if share.admitted else share.new_block_ids,
                 share.num_computed_tokens,
                 resumed=share.admitted,
+                token_ids=(
+                    list(share.entry.request.all_token_ids) if share.admitted else None
+                ),
             )
             for request_id, share in self.shares.items()
             if share.entry.seen_by_workers

@@ -65,6 +65,17 @@ def test_the_scheduler_page_prints_what_it_shows():
         assert printed.getvalue() == shown
 
 
+def test_the_laboratory_page_lists_every_fixture_and_its_example_passes():
+    from kvplugin.testing import pytest_plugin
+
+    fixtures = {name for name in vars(pytest_plugin) if name.startswith("kv_")}
+    assert set(re.findall(r"^\| `(kv_\w+)`", page("testing.md"), re.M)) == fixtures
+    ((source, _),) = CODE.findall(page("testing.md"))
+    names: dict[str, Any] = {}
+    exec(compile(source, "testing.md", "exec"), names)  # noqa: S102
+    names["test_what_a_window_reads"](None)
+
+
 def test_the_engine_of_the_page_serves_more_than_fits(session):
     names, random = session[0], Random(0)
     settings = {"max_model_len": 160, "max_num_batched_tokens": 64}
