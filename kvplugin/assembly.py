@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from kvplugin.block_pool import BlockPool
 from kvplugin.coordinator import KVCacheCoordinator
+from kvplugin.errors import ConfigError
 from kvplugin.hooks import (
     BlockPoolContext,
     CoordinatorContext,
@@ -18,6 +19,7 @@ from kvplugin.spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -64,6 +66,7 @@ def make_coordinator(
     pool: BlockPool,
     settings: ManagerSettings,
     *,
+    max_model_len: int,
     use_eagle: bool,
 ) -> KVCacheCoordinator:
     """The managers of all groups and what coordinates them.
@@ -72,6 +75,8 @@ def make_coordinator(
         ConfigError: the groups cannot work as configured.
         PluginError: a plugin fails.
     """
+    for group in config.kv_cache_groups:
+        _refuse_split_state(group.kv_cache_spec, max_model_len)
     managers = [
         _make_manager(hooks, group.kv_cache_spec, pool, replace(settings, group=i))
         for i, group in enumerate(config.kv_cache_groups)
@@ -86,6 +91,18 @@ def make_coordinator(
             parity=settings.parity,
         )
     )
+
+
+def _refuse_split_state(spec: KVCacheSpec, max_model_len: int) -> None:
+    if (
+        isinstance(spec, MambaSpec)
+        and spec.mamba_cache_mode == "none"
+        and spec.block_size < max_model_len
+    ):
+        raise ConfigError(
+            f"in mamba_cache_mode 'none' a request keeps one state: the block size of "
+            f"its layers must be max_model_len={max_model_len}, not {spec.block_size}"
+        )
 
 
 def _make_manager(

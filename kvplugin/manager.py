@@ -142,7 +142,12 @@ class KVCacheManager:
             self._token_check = TokenCheck(self.block_pool, hash_block_size)
             settings = replace(settings, token_check=self._token_check)
         self.coordinator = make_coordinator(
-            self._hooks, kv_cache_config, self.block_pool, settings, use_eagle=use_eagle
+            self._hooks,
+            kv_cache_config,
+            self.block_pool,
+            settings,
+            max_model_len=max_model_len,
+            use_eagle=use_eagle,
         )
         self.empty_kv_cache_blocks = KVCacheBlocks(
             self.block_pool, tuple(() for _ in range(self.num_kv_cache_groups))

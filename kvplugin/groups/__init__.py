@@ -26,6 +26,7 @@ from kvplugin.groups.memory import (
     check_enough_memory,
     estimate_max_model_len,
     max_memory_usage_bytes,
+    reserved_blocks,
     usable_bytes,
 )
 from kvplugin.groups.sharing import add_sharing_layers, mark_draft_group
@@ -72,6 +73,7 @@ __all__ = [
     "merge_worker_specs",
     "min_blocks_per_request",
     "project_groups_to_worker",
+    "reserved_blocks",
     "unify_hybrid_kv_cache_specs",
     "unify_kv_cache_spec_page_size",
     "usable_bytes",

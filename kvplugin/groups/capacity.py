@@ -4,7 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvplugin.groups.memory import blocks_per_request, bytes_per_block
+from kvplugin.groups.memory import (
+    blocks_per_request,
+    bytes_per_block,
+    reserved_blocks,
+)
 from kvplugin.spec import EngineLimits, KVCacheConfig, KVCacheGroupSpec
 
 
@@ -15,7 +19,7 @@ class Capacity:
     num_blocks: int
     """Blocks of the pool, the null block included."""
     usable_blocks: int
-    """Blocks that requests can have."""
+    """Blocks that requests can have: neither the null block nor one of a sink."""
     bytes_per_block: int
     blocks_per_request: int
     """Most blocks that a request of `max_model_len` tokens holds at one time."""
@@ -59,8 +63,7 @@ def get_capacity(config: KVCacheConfig, limits: EngineLimits) -> Capacity:
     """
     groups = config.kv_cache_groups
     per_request = blocks_per_request(groups, limits)
-    null_blocks = 0 if limits.vllm019_arithmetic else 1
-    usable = max(config.num_blocks - null_blocks, 0)
+    usable = max(config.num_blocks - reserved_blocks(groups, limits), 0)
     concurrency = usable / per_request if per_request else math.inf
     return Capacity(
         num_blocks=config.num_blocks,

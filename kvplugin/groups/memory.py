@@ -1,7 +1,8 @@
 """Does one request of full length fit, and if not, how long may it be?
 
-After vLLM 0.19.1 `v1/core/kv_cache_utils.py`. With `vllm019_arithmetic` off the null
-block, which holds nothing for anyone, does not count as room (as in 0.32).
+After vLLM 0.19.1 `v1/core/kv_cache_utils.py`. With `vllm019_arithmetic` off
+blocks that no request can have do not count as room: the null block (as in 0.32) and
+those of sinks.
 """
 
 from collections.abc import Sequence
@@ -33,6 +34,13 @@ def blocks_per_request(groups: Sequence[KVCacheGroupSpec], limits: EngineLimits)
     return sum(group.kv_cache_spec.max_blocks_per_request(limits) for group in groups)
 
 
+def reserved_blocks(groups: Sequence[KVCacheGroupSpec], limits: EngineLimits) -> int:
+    """Blocks of the pool that no request can have: the null block and sinks."""
+    if limits.vllm019_arithmetic:
+        return 0
+    return 1 + sum(group.kv_cache_spec.reserved_blocks for group in groups)
+
+
 def max_memory_usage_bytes(
     groups: Sequence[KVCacheGroupSpec], limits: EngineLimits
 ) -> int:
@@ -43,13 +51,33 @@ def max_memory_usage_bytes(
 def usable_bytes(
     groups: Sequence[KVCacheGroupSpec], config: GroupingConfig, available_memory: int
 ) -> int:
-    """Bytes that requests can have out of `available_memory`."""
+    """Bytes that requests can have out of `available_memory`.
+
+    Raises:
+        ConfigError: `available_memory` is not an integer.
+    """
+    check_available_memory(available_memory)
     block = bytes_per_block(groups)
     if config.vllm019_arithmetic or not block:
         return available_memory
     if config.num_gpu_blocks_override is not None:
         available_memory = config.num_gpu_blocks_override * block
-    return available_memory - block
+    return available_memory - block * reserved_blocks(groups, config)
+
+
+def check_available_memory(available_memory: int) -> None:
+    """Check that it is a number of bytes.
+
+    Less than nothing is a number: engines find it where weights leave no room, and the
+    check for one request then says what to do.
+
+    Raises:
+        ConfigError: it is not an integer.
+    """
+    if not isinstance(available_memory, int) or isinstance(available_memory, bool):
+        raise ConfigError(
+            f"available_memory must be an integer, in bytes, not {available_memory!r}"
+        )
 
 
 def estimate_max_model_len(
@@ -81,15 +109,15 @@ def check_enough_memory(
     """Check that one request of `max_model_len` tokens fits.
 
     Raises:
-        CapacityError: it does not; the message says what is needed, what there is and
-            which length would fit.
+        CapacityError: it does not; the message says what is needed, what there is,
+            which length would fit, and which setting gives more room.
     """
     if not bytes_per_block(groups):
         return
     if usable_memory <= 0:
         raise CapacityError(
             "No available memory for the cache blocks. Try increasing "
-            f"`gpu_memory_utilization` when initializing the engine. {_ADVICE}"
+            f"{_room(limits)} when initializing the engine. {_ADVICE}"
         )
     needed = max_memory_usage_bytes(groups, limits)
     if needed <= usable_memory:
@@ -106,7 +134,7 @@ def check_enough_memory(
         f"({limits.max_model_len}), ({_gib(needed)} GiB KV cache is needed, which is "
         "larger than the available KV cache memory "
         f"({_gib(usable_memory)} GiB). {estimate}Try increasing "
-        "`gpu_memory_utilization` or decreasing `max_model_len` when initializing the "
+        f"{_room(limits)} or decreasing `max_model_len` when initializing the "
         f"engine. {_ADVICE}"
     )
 
@@ -134,7 +162,7 @@ def auto_fit_max_model_len(
     if longest <= 0:
         raise CapacityError(
             "Cannot auto-fit max_model_len: not enough GPU memory available to serve "
-            "even a single token. Try increasing `gpu_memory_utilization`."
+            f"even a single token. Try increasing {_room(limits)}."
         )
     return longest
 
@@ -151,6 +179,14 @@ def uniform_page_size(groups: Sequence[KVCacheGroupSpec]) -> int:
             f"KV cache groups have several page sizes: {sorted(pages)} bytes"
         )
     return pages.pop()
+
+
+def _room(limits: EngineLimits) -> str:
+    """The setting that decides how many blocks the checks find."""
+    override = getattr(limits, "num_gpu_blocks_override", None)
+    if override is None or limits.vllm019_arithmetic:
+        return "`gpu_memory_utilization`"
+    return f"`num_gpu_blocks_override` ({override})"
 
 
 def _gib(count: int) -> str:

@@ -9,6 +9,7 @@ from kvplugin.groups.config import GroupingConfig
 from kvplugin.groups.memory import (
     auto_fit_max_model_len,
     bytes_per_block,
+    check_available_memory,
     check_enough_memory,
     uniform_page_size,
     usable_bytes,
@@ -57,8 +58,8 @@ def get_kv_cache_configs(
     Raises:
         CapacityError: a request of full length does not fit, or with auto-fit not
             even one token.
-        ConfigError: the layers cannot be grouped, workers disagree on a layer, or a
-            list has another length.
+        ConfigError: the layers cannot be grouped, workers disagree on a layer, a
+            list has another length, or a memory is not an integer.
     """
     if len(worker_specs) != len(available_memory) or not worker_specs:
         raise ConfigError(
@@ -168,8 +169,10 @@ def get_kv_cache_config_from_groups(
     A worker without layers gets no tensors, and one block (the null block).
 
     Raises:
-        ConfigError: several groups whose page sizes differ.
+        ConfigError: several groups whose page sizes differ, or `available_memory` is
+            not an integer.
     """
+    check_available_memory(available_memory)
     block = bytes_per_block(groups)
     if not block:
         return KVCacheConfig(1, (), tuple(groups))

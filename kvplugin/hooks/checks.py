@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvplugin.hooks import needs
 
 if TYPE_CHECKING:
     from kvplugin.hooks.contexts import (
@@ -12,64 +14,48 @@ if TYPE_CHECKING:
         VictimContext,
         WaitingContext,
     )
-
-EVICTION_POLICY: Final = (
-    "bind",
-    "insert",
-    "hit",
-    "pin",
-    "release",
-    "forget",
-    "victims",
-    "step",
-    "order",
-    "check",
-    "__len__",
-)
-BLOCK_POOL: Final = (
-    "get_num_free_blocks",
-    "get_new_blocks",
-    "touch",
-    "free_blocks",
-    "evict_blocks",
-    "reset_prefix_cache",
-    "take_events",
-    "check",
-)
-COORDINATOR: Final = (
-    "find_longest_cache_hit",
-    "get_num_blocks_to_allocate",
-    "allocate_new_computed_blocks",
-    "allocate_new_blocks",
-    "cache_blocks",
-    "remove_skipped_blocks",
-    "free",
-    "get_blocks",
-    "get_num_common_prefix_blocks",
-    "new_step_starts",
-    "check",
-)
-MANAGER: Final = (
-    "find_longest_cache_hit",
-    "get_num_blocks_to_allocate",
-    "add_local_computed_blocks",
-    "allocate_external_computed_blocks",
-    "allocate_new_blocks",
-    "cache_blocks",
-    "remove_skipped_blocks",
-    "free",
-    "get_num_common_prefix_blocks",
-    "new_step_starts",
-    "check",
-)
+    from kvplugin.hooks.needs import Needs
+    from kvplugin.policies.eviction import BlockInfo, EvictionPolicy
 
 
-def methods(answer: object, names: Iterable[str]) -> str:
-    """Whether the answer has these methods."""
-    missing = [name for name in names if not callable(getattr(answer, name, None))]
-    if not missing:
-        return ""
-    return f"a {type(answer).__name__} without {', '.join(missing)}"
+def verdict(check: Callable[..., str], answer: object, *rest: object) -> str:
+    """What `check` finds; an answer on which it fails is no good either."""
+    try:
+        return check(answer, *rest)
+    except Exception as error:
+        return f"{_a(answer)} that fails when looked at: {_text(error)}"
+
+
+def has(answer: object, needed: Needs) -> str:
+    """Whether the answer is an object with what is needed."""
+    if isinstance(answer, type):
+        return f"the class {answer.__name__} in place of an object"
+    missing = [n for n in needed.methods if not callable(getattr(answer, n, None))]
+    missing += [n for n in needed.attributes if not hasattr(answer, n)]
+    return f"{_a(answer)} without {', '.join(missing)}" if missing else ""
+
+
+def binds(policy: EvictionPolicy, num_blocks: int, failure: BaseException) -> str:
+    """Whether the policy is innocent of the failure of the pool that bound it: if not,
+    it fails in the same way once more."""
+    try:
+        policy.bind(num_blocks, _no_info)
+    except Exception as error:
+        if _text(error) == _text(failure):
+            return f"{_a(policy)} whose bind fails: {_text(error)}"
+    return ""
+
+
+def _no_info(block: int) -> BlockInfo:
+    raise KeyError(block)  # a new pool has no keyed block
+
+
+def _a(answer: object) -> str:
+    return f"a {type(answer).__name__}"
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def commands(answer: Any) -> str:
@@ -83,26 +69,35 @@ def policy_names(answer: Any) -> str:
     """Whether these are names with their descriptions."""
     if not isinstance(answer, Mapping):
         return f"a {type(answer).__name__} in place of names and descriptions"
-    wrong = [pair for pair in answer.items() if not all(map(_is_text, pair))]
+    wrong = [pair for pair in answer.items() if not all(map(_is_named, pair))]
     return f"{wrong[0]!r} in place of a name and its description" if wrong else ""
 
 
-def _is_text(value: object) -> bool:
+def _is_named(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
 def pool(answer: Any, ctx: BlockPoolContext) -> str:
-    """Whether the pool is as large and as free as it must be."""
-    if wrong := methods(answer, BLOCK_POOL):
+    """Whether the pool is what is wanted, and new."""
+    if wrong := has(answer, needs.BLOCK_POOL):
         return wrong
+    if answer.num_blocks != ctx.num_blocks:
+        return f"a pool of {answer.num_blocks} blocks, not of {ctx.num_blocks}"
     free, wanted = answer.get_num_free_blocks(), ctx.num_blocks - 1
-    return "" if free >= wanted else f"a pool with {free} of {wanted} blocks free"
+    if free != wanted:
+        return f"a pool with {free!r} of {wanted} blocks free"
+    if ctx.enable_events and not answer.events_enabled:
+        return "a pool that collects no events, though enable_events is set"
+    return ""
 
 
 def groups(answer: Any, layers: Collection[str]) -> str:
     """Whether the groups hold every layer with a cache of its own exactly once."""
     if not isinstance(answer, Sequence):
         return f"a {type(answer).__name__} in place of a list of groups"
+    for group in answer:
+        if wrong := has(group, needs.KV_CACHE_GROUP):
+            return f"{wrong}, in place of a group"
     held = [name for group in answer for name in _own_layers(group)]
     missing = sorted(set(layers) - set(held))
     if missing:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvplugin.errors import PluginError
+from kvplugin.hooks.checks import verdict
 from kvplugin.hooks.guard import Guard
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def contributions(
         guard = cast("Guard", implementation.plugin)
         answer = implementation.function()
         if answer is not None:
-            refuse(guard, hook, check(answer))
+            refuse(guard, hook, verdict(check, answer))
             answers.append((guard, answer))
     return answers
 

@@ -7,12 +7,13 @@ hook of one answer, the method calls the built-in directly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
-from kvplugin.errors import ConfigError, PluginError, unknown_name
-from kvplugin.hooks import checks
+from kvplugin.errors import PluginError
+from kvplugin.hooks import checks, needs
+from kvplugin.hooks.calls import Calls
 from kvplugin.hooks.contexts import (
     BlockPoolContext,
     CheckpointContext,
@@ -24,16 +25,9 @@ from kvplugin.hooks.contexts import (
     WaitingContext,
 )
 from kvplugin.hooks.contributions import contributions, merged, refuse
-from kvplugin.hooks.guard import Guard, last_answer, logger
-from kvplugin.hooks.plugins import (
-    PluginInfo,
-    describe,
-    guards,
-    is_built_in,
-    load_plugins,
-    new_manager,
-    tracing_is_on,
-)
+from kvplugin.hooks.guard import Guard, last_answer
+from kvplugin.hooks.plugins import PluginInfo, describe, load_plugins, new_manager
+from kvplugin.hooks.policy_names import PolicyNames
 
 if TYPE_CHECKING:
     import click
@@ -49,31 +43,14 @@ if TYPE_CHECKING:
     from kvplugin.spec import KVCacheGroupSpec, KVCacheSpec
 
 
-_ONE_ANSWER: Final = (
-    "kvp_make_eviction_policy",
-    "kvp_make_block_pool",
-    "kvp_make_coordinator",
-    "kvp_make_manager",
-    "kvp_group_layers",
-    "kvp_choose_checkpoints",
-    "kvp_choose_waiting_order",
-    "kvp_choose_victim",
-)
-
-
-class Hooks:
+class Hooks(Calls):
     """All hooks of one plugin manager, whose plugins are all registered by now."""
 
     def __init__(self, manager: pluggy.PluginManager) -> None:
-        self._manager = manager
-        self._guards = {guard.name: guard for guard in guards(manager)}
-        self._built_in: dict[str, Callable[..., Any]] = {}
-        """The built-in's implementation of hooks of one answer."""
-        self._call: dict[str, Callable[..., Any]] = {}
-        self._is_replaced: set[str] = set()
-        """Hooks of one answer that others than the built-in implement."""
-        for hook in _ONE_ANSWER:
-            self._prepare(hook)
+        super().__init__(manager)
+        self._policies = PolicyNames(manager)
+        self._last_policy: tuple[EvictionPolicy, Guard | None] | None = None
+        """The last one made and whose it is, until a pool has it."""
         self.hears_events = self._is_heard("kvp_on_events")
         """Whether anybody listens to `on_events`."""
         self.hears_request_freed = self._is_heard("kvp_on_request_freed")
@@ -123,25 +100,16 @@ class Hooks:
         Raises:
             PluginError: a plugin fails, or two contribute a policy of one name.
         """
-        policies = [
-            (guard, name, text)
-            for guard, offered in self._policies()
-            for name, text in offered.items()
-        ]
-        return merged(policies, "eviction policy")
+        return self._policies.all()
 
     def policies_of(self, plugin: str) -> dict[str, str]:
         """Descriptions of the eviction policies of one plugin by name."""
         return {
             name: text
-            for guard, offered in self._policies()
+            for guard, offered in self._policies.offered()
             if guard.name == plugin
             for name, text in offered.items()
         }
-
-    def _policies(self) -> list[tuple[Guard, Mapping[str, str]]]:
-        hook = "kvp_register_eviction_policies"
-        return contributions(self._manager, hook, checks.policy_names)
 
     # -- built once ----------------------------------------------------------------
 
@@ -150,21 +118,18 @@ class Hooks:
 
         Raises:
             ConfigError: nobody makes a policy of this name, or not with these options.
-            PluginError: a plugin fails or answers something else.
+            PluginError: a plugin fails or answers something else, or two plugins have
+                a policy of one name.
         """
         hook = "kvp_make_eviction_policy"
-        policy: EvictionPolicy | None = self._call[hook](ctx=ctx)
+        policy: EvictionPolicy | None = self._ask(hook, ctx=ctx)
+        guard, maker = last_answer.guard, last_answer.maker
         if policy is None:
-            raise self._no_policy(ctx.name)
-        self._verify(hook, checks.methods(policy, checks.EVICTION_POLICY))
+            raise self._policies.nobody_makes(ctx.name)
+        self._verify(hook, checks.has, policy, needs.EVICTION_POLICY)
+        self._policies.verify_maker(ctx.name, maker)
+        self._last_policy = policy, guard
         return policy
-
-    def _no_policy(self, name: str) -> ConfigError | PluginError:
-        for guard, offered in self._policies():
-            if name in offered:
-                return PluginError(f"{guard} offers {name!r} and does not make it")
-        known = self.register_eviction_policies()
-        return unknown_name("eviction policy", name, known, "eviction_policy")
 
     def make_block_pool(self, ctx: BlockPoolContext) -> BlockPool:
         """The pool of an engine's blocks.
@@ -173,8 +138,17 @@ class Hooks:
             CapacityError: there are too few blocks.
             PluginError: a plugin fails or answers something impossible.
         """
-        pool: BlockPool = self._answer("kvp_make_block_pool", ctx=ctx)
-        self._verify("kvp_make_block_pool", checks.pool(pool, ctx))
+        hook = "kvp_make_block_pool"
+        last, self._last_policy = self._last_policy, None
+        try:
+            pool: BlockPool = self._answer(hook, ctx=ctx)
+        except PluginError as error:
+            cause = error.__cause__
+            if last is not None and last[0] is ctx.policy and cause is not None:
+                wrong = checks.binds(ctx.policy, ctx.num_blocks, cause)
+                refuse(last[1], "kvp_make_eviction_policy", wrong)
+            raise
+        self._verify(hook, checks.pool, pool, ctx)
         return pool
 
     def make_coordinator(self, ctx: CoordinatorContext) -> KVCacheCoordinator:
@@ -185,8 +159,7 @@ class Hooks:
             PluginError: a plugin fails or answers something else.
         """
         coordinator: KVCacheCoordinator = self._answer("kvp_make_coordinator", ctx=ctx)
-        wrong = checks.methods(coordinator, checks.COORDINATOR)
-        self._verify("kvp_make_coordinator", wrong)
+        self._verify("kvp_make_coordinator", checks.has, coordinator, needs.COORDINATOR)
         return coordinator
 
     def make_manager(
@@ -200,7 +173,7 @@ class Hooks:
         """
         hook = "kvp_make_manager"
         manager: SingleTypeKVCacheManager = self._answer(hook, spec=spec, ctx=ctx)
-        self._verify(hook, checks.methods(manager, checks.MANAGER))
+        self._verify(hook, checks.has, manager, needs.MANAGER)
         return manager
 
     def group_layers(
@@ -213,7 +186,7 @@ class Hooks:
             PluginError: a plugin fails or answers something impossible.
         """
         answer = self._answer("kvp_group_layers", specs=specs, config=config)
-        self._verify("kvp_group_layers", checks.groups(answer, specs))
+        self._verify("kvp_group_layers", checks.groups, answer, specs)
         return list(answer)
 
     # -- asked ---------------------------------------------------------------------
@@ -253,53 +226,6 @@ class Hooks:
     def on_lost_hit(self, explanation: LookupExplanation) -> None:
         """Tell why a hit was not longer; never fails."""
         self._tell("kvp_on_lost_hit", explanation=explanation)
-
-    # -- inside --------------------------------------------------------------------
-
-    def _prepare(self, hook: str) -> None:
-        """Find out whether pluggy can be skipped."""
-        caller = getattr(self._manager.hook, hook)
-        implementations = caller.get_hookimpls()
-        for implementation in implementations:
-            if is_built_in(self._guards[implementation.plugin_name]):
-                self._built_in[hook] = implementation.function
-            else:
-                self._is_replaced.add(hook)
-        skips = hook not in self._is_replaced and not tracing_is_on()
-        self._call[hook] = self._built_in[hook] if skips else caller
-
-    def _is_heard(self, hook: str) -> bool:
-        return bool(getattr(self._manager.hook, hook).get_hookimpls())
-
-    def _answer(self, hook: str, **arguments: object) -> Any:
-        """The first answer, which there must be."""
-        answer = self._call[hook](**arguments)
-        if answer is None:
-            told = ", ".join(type(argument).__name__ for argument in arguments.values())
-            raise PluginError(f"no plugin answers {hook} for {told}")
-        return answer
-
-    def _choose(self, hook: str, check: Callable[[Any, Any], str], ctx: object) -> Any:
-        """A plugin's answer, or the built-in's where none has a possible one."""
-        if hook in self._is_replaced:
-            try:
-                answer = self._answer(hook, ctx=ctx)
-                self._verify(hook, check(answer, ctx))
-            except Exception:
-                logger.exception("the built-in answers %s instead", hook)
-            else:
-                return answer
-        return self._built_in[hook](ctx=ctx)
-
-    def _verify(self, hook: str, wrong: str) -> None:
-        """Refuse the last answer if something is wrong with it."""
-        refuse(last_answer.guard, hook, wrong)
-
-    def _tell(self, hook: str, **arguments: object) -> None:
-        try:
-            getattr(self._manager.hook, hook)(**arguments)
-        except Exception:  # of a wrapper: listeners fail for themselves
-            logger.exception("a wrapper of %s failed", hook)
 
 
 @cache

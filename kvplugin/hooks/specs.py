@@ -9,8 +9,8 @@ Four families, told apart by their names:
   `PluginError`; a `ConfigError` or `CapacityError` that it raises reaches the user
   as it is.
 - ``kvp_choose_*``: asked at most once a request, step or preemption. None means "no
-  opinion". If a plugin fails, this one call gets the built-in's answer and an ERROR is
-  logged.
+  opinion". If a plugin fails, this one call gets the built-in's answer and an ERROR
+  that names the plugin is logged.
 - ``kvp_on_*``: told; answers are ignored. A failure is logged with the plugin's name
   and hides nothing from others.
 
@@ -66,10 +66,11 @@ class HookSpecs(Protocol):
     def kvp_register_eviction_policies(self) -> Mapping[str, str]:
         """Names of the eviction policies that the plugin can make.
 
-        When: plugins are listed, or a configuration names a policy that nobody
-        makes. Any process and thread; should not block.
+        When: plugins are listed, and once when the first policy is made: two plugins
+        with one name end the start. Any process and thread; should not block.
         Answer: one line of description a name; names must be new; None: the plugin
-        has none. Each name must be answered by `kvp_make_eviction_policy`.
+        has none. Each name must be answered by `kvp_make_eviction_policy` of the same
+        plugin, and by no other.
         """
 
     # -- built once ----------------------------------------------------------------
@@ -84,7 +85,8 @@ class HookSpecs(Protocol):
         starts, in the process of the scheduler; also wherever a configuration that
         names the policy is validated (command line, workers). Main thread; may
         block. An empty name asks for the default.
-        Answer: None: the policy of this name is not mine.
+        Answer: None: the policy of this name is not mine. If its `bind` fails in the
+        pool, the start ends with an error that names the plugin of the policy.
         Raises: `ConfigError` for options that it does not know or cannot take.
         """
 
@@ -94,8 +96,9 @@ class HookSpecs(Protocol):
 
         When: once an engine, while it starts, in the process and main thread of the
         scheduler; may block.
-        Answer: a pool, or something with its methods, with `ctx.num_blocks` ids of
-        which all but the null block are free. None: the next plugin's pool.
+        Answer: a pool, or something that has what the core uses of one (`needs.py`),
+        with exactly `ctx.num_blocks` ids of which all but the null block are free, and
+        with `events_enabled` if `ctx.enable_events`. None: the next plugin's pool.
         """
 
     @hookspec(firstresult=True)
@@ -106,7 +109,8 @@ class HookSpecs(Protocol):
 
         When: once an engine, after its pool and the managers of its groups; process
         and thread of the scheduler; may block.
-        Answer: a coordinator, or something with its methods. None: the next one's.
+        Answer: a coordinator, or something that has what the core uses of one
+        (`needs.py`). None: the next one's.
         """
 
     @hookspec(firstresult=True)
@@ -117,7 +121,8 @@ class HookSpecs(Protocol):
 
         When: once a group, between the pool and the coordinator; process and thread
         of the scheduler; may block.
-        Answer: a manager, or something with its methods. None: not my kind of spec.
+        Answer: a manager, or something that has what the core uses of one
+        (`needs.py`). None: not my kind of spec.
         """
 
     @hookspec(firstresult=True)

@@ -121,14 +121,6 @@ class MambaManager(SingleTypeKVCacheManager):
     def _speculative_tokens(self) -> int:
         return self.num_speculative_blocks * self.block_size
 
-    def max_live_blocks(self) -> int:
-        """States of one step's blocks, the one before them, and those of drafts."""
-        limits = self.settings.limits
-        if limits is None:
-            return NEVER
-        tokens = min(limits.max_in_flight_tokens, limits.max_model_len)
-        return cdiv(tokens, self.block_size) + 1 + self.num_speculative_blocks
-
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens - 1
 
@@ -195,8 +187,9 @@ class AlignedMambaManager(MambaManager):
         num_tokens_main_model: int,
         whole_request: bool,
     ) -> int:
-        del num_tokens, whole_request
-        have = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
+        del num_tokens
+        row = self.req_to_blocks.get(request_id, [])
+        have = len(row) + len(new_computed_blocks)
         external = 0
         if request_id not in self.num_cached_block:
             covered = cdiv(total_computed_tokens, self.block_size)
@@ -204,12 +197,16 @@ class AlignedMambaManager(MambaManager):
             external = max(covered - max(skipped, have), 0)
             have = max(covered, have)
         new = self._required(num_tokens_main_model) - have
-        if new > 0:
+        if new > 0 and not whole_request:
             # Draft states of the step before serve again.
             again = request_id in self._allocated
             new = 1 if again else 1 + self.num_speculative_blocks
         hits = self.block_pool.num_evictable(new_computed_blocks)
-        return max(new, 0) + external + hits
+        new = max(new, 0) + external + hits
+        if whole_request:
+            live = len(row) - row.count(NULL_BLOCK)
+            new = min(new, max(self.max_live_blocks() - live, 0))
+        return new
 
     def _required(self, num_tokens_main_model: int) -> int:
         # Lookahead tokens get no state: no draft model has state layers, and they
@@ -262,10 +259,6 @@ class AlignedMambaManager(MambaManager):
         """Nothing gets its key again: a step leaves the state at its end only, and
         that need not be where a step ended before."""
         self._refuse_missing_blocks(request_id, num_computed_tokens)
-
-    def max_live_blocks(self) -> int:
-        """The running state, the one it is copied from, and those of drafts."""
-        return 2 + self.num_speculative_blocks
 
     def free(self, request_id: str) -> None:
         self._allocated.discard(request_id)

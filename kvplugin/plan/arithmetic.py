@@ -30,8 +30,8 @@ class CachePlan:
     config: KVCacheConfig
     capacity: Capacity
     growing_bytes_per_token: Fraction
-    """Bytes that each further token adds for good: full attention, latent or not, and
-    recurrent layers that keep a state a block."""
+    """Bytes that each further token adds for good: full attention, latent or not (and
+    with `vllm019_arithmetic` recurrent layers that keep a state a block)."""
     state_bytes_per_sequence: int
     """Bytes of the recurrent states of a sequence, whatever its length."""
     sequence_bytes: int
@@ -119,13 +119,15 @@ def _growth(spec: KVCacheSpec, config: GroupingConfig) -> Fraction:
     tokens = spec.block_size
     if isinstance(spec, FullAttentionSpec):
         tokens *= config.context_parallel_size
-    elif not isinstance(spec, MambaSpec) or _mode(spec, config) != "all":
+    elif not (config.vllm019_arithmetic and _keeps_all_states(spec, config)):
         return Fraction(0)
     return Fraction(spec.real_page_size_bytes, tokens)
 
 
-def _mode(spec: MambaSpec, config: GroupingConfig) -> str:
-    return config.mamba_cache_mode or spec.mamba_cache_mode
+def _keeps_all_states(spec: KVCacheSpec, config: GroupingConfig) -> bool:
+    if not isinstance(spec, MambaSpec):
+        return False
+    return (config.mamba_cache_mode or spec.mamba_cache_mode) == "all"
 
 
 def longest_model_len(

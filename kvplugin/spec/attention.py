@@ -150,6 +150,11 @@ class SinkFullAttentionSpec(FullAttentionSpec):
             )
 
     @property
+    def reserved_blocks(self) -> int:
+        """Those of the sink."""
+        return self.sink_len // self.block_size
+
+    @property
     def uniform_type_key(self) -> Hashable:
         """A sink shifts the block table, so layers without it need another one."""
         return ("full", self.sink_len)

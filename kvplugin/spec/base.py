@@ -51,6 +51,12 @@ class KVCacheSpec:
         """Most blocks that a request of `max_model_len` tokens holds at one time."""
         raise NotImplementedError
 
+    @property
+    def reserved_blocks(self) -> int:
+        """Blocks that the manager of a group with this spec keeps from all requests,
+        once for the pool."""
+        return 0
+
     def min_blocks_per_request(self, limits: EngineLimits) -> int:
         """Blocks that a request of one token holds."""
         return min(1, self.max_blocks_per_request(limits))

@@ -32,8 +32,9 @@ class EngineLimits:
     mamba_cache_mode: str | None = None
     """Overrides the mode that `MambaSpec` states; None leaves it."""
     vllm019_arithmetic: bool = False
-    """Count as vLLM 0.19.1 does: windows with one block to spare, the null block as
-    usable, an override of the number of blocks after the memory checks."""
+    """Count as vLLM 0.19.1 does: windows with one block to spare, a Mamba state for
+    every block in mode `all`, the null block and those of sinks as usable, an override
+    of the number of blocks after the memory checks."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, naming the field.

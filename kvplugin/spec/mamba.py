@@ -73,12 +73,32 @@ class MambaSpec(KVCacheSpec):
         return self.page_size_padded or self.real_page_size_bytes
 
     def max_blocks_per_request(self, limits: EngineLimits) -> int:
-        """States of a request: one a block, or the last one (in mode `align` with
-        the one that it is computed from) and those for drafts."""
+        """States of a request at its fullest, and those for drafts.
+
+        Computed tokens may be rejected drafts: what is surely settled ends that many
+        tokens before, and the state there is still read. Mode `all` has it and one
+        for each block that the tokens after it touch. Mode `align` has it and one
+        for each step after it, but no more than there are blocks (of the states that
+        drafts left, one a block). Mode `none` has the last one.
+
+        0.19 counts every block of the request in mode `all`, without drafts, and two
+        states in mode `align`.
+        """
         mode = limits.mamba_cache_mode or self.mamba_cache_mode
+        size, drafts = self.block_size, self.num_speculative_blocks
+        length = limits.max_model_len
+        if mode == "none":
+            return 1 + drafts
+        if limits.vllm019_arithmetic:
+            return cdiv(length, size) if mode == "all" else 2 + drafts
         if mode == "all":
-            return cdiv(limits.max_model_len, self.block_size)
-        return (2 if mode == "align" else 1) + self.num_speculative_blocks
+            states = cdiv(drafts + limits.max_in_flight_tokens, size) + 1
+        else:
+            # A decode step computes one token and drafts; prefills, which end their
+            # steps at block boundaries, never leave more.
+            step = min(1 + drafts, limits.max_num_batched_tokens)
+            states = cdiv(drafts + step, size) + limits.max_concurrent_batches
+        return min(states, cdiv(length, size)) + drafts
 
     def min_blocks_per_request(self, limits: EngineLimits) -> int:
         """The last state and those for drafts."""
@@ -87,5 +107,5 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def uniform_type_key(self) -> Hashable:
-        """Equally many states for drafts are equally many blocks."""
-        return ("mamba", self.num_speculative_blocks)
+        """Equally many states for drafts, kept alike, are equally many blocks."""
+        return ("mamba", self.mamba_cache_mode, self.num_speculative_blocks)

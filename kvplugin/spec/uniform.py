@@ -61,6 +61,11 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         specs = self.kv_cache_specs.values()
         return max(spec.min_blocks_per_request(limits) for spec in specs)
 
+    @property
+    def reserved_blocks(self) -> int:
+        """Those of one layer: all have the same block table."""
+        return max(spec.reserved_blocks for spec in self.kv_cache_specs.values())
+
     @classmethod
     def is_uniform_type(cls, kv_cache_specs: Mapping[str, KVCacheSpec]) -> bool:
         """Whether these layers always need the same token slots, block by block."""

@@ -168,7 +168,7 @@ def test_a_request_that_skips_the_cache() -> None:
 
 
 def test_caching_off() -> None:
-    manager = make_manager(full(), mamba("none"), enable_caching=False)
+    manager = make_manager(full(), mamba("none", 10_000), enable_caching=False)
     explained = explain(manager, make_request(range(50)))
     assert lost(explained) == {"DISABLED": 50}
     assert [lost(group) for group in explained.groups] == [{"DISABLED": 50}] * 2

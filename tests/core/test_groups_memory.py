@@ -17,6 +17,7 @@ from kvplugin.groups import (
     align_mamba_specs,
     estimate_max_model_len,
     get_capacity,
+    get_kv_cache_config_from_groups,
     get_kv_cache_configs,
     get_kv_cache_groups,
     max_memory_usage_bytes,
@@ -69,10 +70,31 @@ def test_an_override_counts_before_the_checks() -> None:
     choice = config(num_gpu_blocks_override=64)
     assert get_kv_cache_configs([ONE], choice, [PAGE * 999]).configs[0].num_blocks == 64
     few = config(num_gpu_blocks_override=10)
-    with pytest.raises(CapacityError, match="length is 144"):
+    with pytest.raises(CapacityError, match="length is 144") as refusal:
         get_kv_cache_configs([ONE], few, [PAGE * 999])
+    assert "increasing `num_gpu_blocks_override` (10) or" in str(refusal.value)
+    assert "gpu_memory_utilization" not in str(refusal.value)
     old = replace(few, vllm019_arithmetic=True)
     assert get_kv_cache_configs([ONE], old, [PAGE * 999]).configs[0].num_blocks == 10
+
+
+@pytest.mark.parametrize("fit", [False, True])
+def test_an_override_without_a_usable_block_names_itself(fit: bool) -> None:
+    none = config(num_gpu_blocks_override=1, auto_fit_max_model_len=fit)
+    with pytest.raises(CapacityError, match="increasing `num_gpu_blocks_override` "):
+        get_kv_cache_configs([ONE], none, [PAGE * 999])
+
+
+@pytest.mark.parametrize("memory", [PAGE * 99.0, 1e9, float("inf"), "9", None, True])
+@pytest.mark.parametrize("override", [None, 64])
+def test_a_memory_that_is_no_number_of_bytes(memory: Any, override: int | None) -> None:
+    choice = config(num_gpu_blocks_override=override)
+    with pytest.raises(ConfigError, match="available_memory must be an integer"):
+        get_kv_cache_configs([ONE, {}], choice, [PAGE * 99, memory])
+    with pytest.raises(ConfigError, match="available_memory must be an integer"):
+        get_kv_cache_config_from_groups(
+            get_kv_cache_groups(ONE, choice), choice, memory
+        )
 
 
 def test_an_override_beyond_the_memory_is_announced(

@@ -89,7 +89,9 @@ def test_a_policy_that_cannot_be_bound_is_its_plugins_fault(
         return BlockPool(ctx.num_blocks, policy=ctx.policy) if own_pool else None
 
     guilty = plugin("guilty", **{POLICY: lambda: policy()})
-    with pytest.raises(PluginError, match=f"'guilty' answered {POLICY} with {complaint}"):
+    with pytest.raises(
+        PluginError, match=f"'guilty' answered {POLICY} with {complaint}"
+    ):
         engine(guilty, plugin("innocent", kvp_make_block_pool=lambda ctx: pool(ctx)))
 
 
@@ -181,9 +183,9 @@ def test_what_a_wrapper_puts_in_place_of_an_answer_is_its_own(
 def test_what_a_wrapper_passes_on_is_not_its_own(options: dict[str, bool]) -> None:
     function = unchanged if "wrapper" in options else unchanged_the_old_way
     around = wrapper("innocent", POLICY, function, **options)
-    with pytest.raises(PluginError, match="'guilty' answered .* a int without"):
+    with pytest.raises(PluginError, match=r"'guilty' answered .* a int without"):
         engine(plugin("guilty", **{POLICY: lambda: 5}), around)
-    with pytest.raises(PluginError, match="'guilty' failed in .*ZeroDivision"):
+    with pytest.raises(PluginError, match=r"'guilty' failed in .*ZeroDivision"):
         engine(plugin("guilty", **{POLICY: lambda: 1 / 0}), around)
     with pytest.raises(ConfigError, match="unknown eviction policy 'x'"):
         engine(around, policy="x")
@@ -235,19 +237,21 @@ def test_two_plugins_with_one_policy_name_do_not_start(name: str) -> None:
         )
 
     engine(one("first"), policy=name)
-    with pytest.raises(PluginError, match="'first' and .*'second' both .* 'mine'"):
+    with pytest.raises(PluginError, match=r"'first' and .*'second' both .* 'mine'"):
         engine(one("first"), one("second"), policy=name)
 
 
 def test_a_plugin_that_offers_lru_does_not_start() -> None:
     mine = plugin("mine", kvp_register_eviction_policies=lambda: {"lru": "better"})
-    with pytest.raises(PluginError, match="'core'.*'mine' both .* 'lru'"):
+    with pytest.raises(PluginError, match=r"'core'.*'mine' both .* 'lru'"):
         engine(mine)
 
 
 def test_a_plugin_that_makes_the_policy_of_another_one_is_an_error() -> None:
     mine = plugin("mine", **{POLICY: lambda: LRU()})
-    with pytest.raises(PluginError, match="'mine' makes .* 'lru', .* taken by .*'core'"):
+    with pytest.raises(
+        PluginError, match=r"'mine' makes .* 'lru', .* taken by .*'core'"
+    ):
         engine(mine, policy="lru")
     assert type(policy_of(Hooks.of(mine), "another")) is LRU
 
@@ -278,7 +282,9 @@ def test_names_are_asked_once() -> None:
 @pytest.mark.parametrize("version", ["1", None, 1.0, True])
 def test_the_version_of_the_hooks_is_an_integer(version: object) -> None:
     mine = SimpleNamespace(__name__="mine", KVP_HOOK_API_VERSION=version)
-    with pytest.raises(PluginError, match=f"'mine' .*{version!r}: it must be an integer"):
+    with pytest.raises(
+        PluginError, match=f"'mine' .*{version!r}: it must be an integer"
+    ):
         Hooks.of(mine)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvplugin.errors import ConfigError, KVPluginError
 from kvplugin.spec import (
+    MAMBA_CACHE_MODES,
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -121,9 +122,11 @@ def test_specs_are_values(spec: KVCacheSpec) -> None:
         (ENCODER, {}, 0),
         (MAMBA, {}, 1),
         (MAMBA, {"mamba_cache_mode": "align"}, 2),
-        (MAMBA, {"mamba_cache_mode": "all"}, 63),
+        (MAMBA, {"mamba_cache_mode": "all"}, 8),  # 7 of a step and one before
+        (MAMBA, {"mamba_cache_mode": "all", "max_num_batched_tokens": 2000}, 63),
+        (MAMBA, {"mamba_cache_mode": "all", "vllm019_arithmetic": True}, 63),
         (MambaSpec(16, ((4,),), ("int8",), num_speculative_blocks=3), {}, 4),
-        (MambaSpec(16, ((4,),), ("int8",), mamba_cache_mode="all"), {}, 63),
+        (MambaSpec(16, ((4,),), ("int8",), mamba_cache_mode="all"), {}, 8),
     ],
 )
 def test_blocks_of_a_request(
@@ -269,6 +272,17 @@ def test_layers_of_several_kinds_are_not(other: KVCacheSpec) -> None:
     assert UniformTypeKVCacheSpecs.from_specs({"a": FULL, "b": other}) is None
     with pytest.raises(ConfigError, match="layers of one kind"):
         UniformTypeKVCacheSpecs(16, {"a": FULL, "b": other})
+
+
+def test_states_kept_otherwise_are_another_kind() -> None:
+    kept = {
+        mode: MambaSpec(16, ((4,),), ("int8",), mamba_cache_mode=mode)
+        for mode in MAMBA_CACHE_MODES
+    }
+    wide = MambaSpec(16, ((8,),), ("int8",), mamba_cache_mode="all")
+    for mode, spec in kept.items():
+        uniform = UniformTypeKVCacheSpecs.from_specs({"a": spec, "b": wide})
+        assert (uniform is not None) is (mode == "all")
 
 
 def test_no_layers_are_no_spec() -> None:

@@ -154,6 +154,7 @@ print(json.dumps([(point.group, point.name, point.value) for point in points]))
     assert points == {
         ("console_scripts", "kvplugin"): "kvplugin.cli.main:main",
         ("kvplugin", "vllm"): "kvplugin.integration.vllm.plugin",
+        ("pytest11", "kvplugin"): "kvplugin.testing.pytest_plugin",
         ("vllm.general_plugins", "kvplugin"): "kvplugin.integration.vllm:register",
     }
 

@@ -158,13 +158,16 @@ def test_padding_of_groups_is_the_waste() -> None:
     assert even.waste == 0
 
 
-def test_a_state_a_block_grows_with_the_sequence() -> None:
+def test_states_a_block_are_more_and_do_not_grow_with_the_sequence() -> None:
     limits = GroupingConfig(max_model_len=8192, max_num_batched_tokens=2048)
     options = CacheOptions(mamba_cache_mode="all")
     plan = plan_model(MODELS["bamba-9b"], limits, 40 << 30, options)
     none = plan_model(MODELS["bamba-9b"], limits, 40 << 30)
-    assert plan.growing_bytes_per_token > none.growing_bytes_per_token
+    assert plan.growing_bytes_per_token == none.growing_bytes_per_token
     assert plan.capacity.max_concurrency < none.capacity.max_concurrency
+    old = replace(limits, vllm019_arithmetic=True)
+    plan = plan_model(MODELS["bamba-9b"], old, 40 << 30, options)
+    assert plan.growing_bytes_per_token > none.growing_bytes_per_token
 
 
 def test_context_parallel_ranks_share_the_growth() -> None:
