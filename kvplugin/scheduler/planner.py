@@ -204,6 +204,11 @@ class Planner:
         """Give a waiting request its blocks; False if it must go on waiting."""
         request = entry.request
         parks = external > 0 and not self._loads_synchronously
+        if external and self._unit > 1:
+            # A state inside a block would be taken for the one at the block's end.
+            whole = min(hit + external, request.num_tokens - 1)
+            external = max(whole // self._unit * self._unit - hit, 0)
+            parks = external > 0 and parks
         # The last token is computed in any case, for its logits.
         credited = min(external, request.num_tokens - 1 - hit)
         computed = hit + credited

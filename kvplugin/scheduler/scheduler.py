@@ -327,6 +327,7 @@ class Scheduler:
             "loading": [entry.id for entry in roster.loading],
             "loaded": [entry.id for entry in roster.loaded],
             "running": [entry.id for entry in roster.running],
+            "computes": [e.id for e in self.requests.values() if e.skips_external],
             "tokens": {
                 id_: (entry.request.num_tokens, entry.request.num_computed_tokens)
                 for id_, entry in self.requests.items()

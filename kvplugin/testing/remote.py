@@ -94,6 +94,8 @@ class RemoteKV:
         self.distrusted: list[set[int]] = []
         """What `distrust` was told."""
         self.blocks: EngineBlocks | None = None
+        # Of each request the tokens before those that the last lookup offered.
+        self._local: dict[str, int] = {}
         self._new: list[int] = []
 
     def execute(self, memory: ContentModel) -> Callable[[CopyJob], int]:
@@ -118,6 +120,7 @@ class RemoteKV:
     def lookup(self, request: Any, num_local_tokens: int) -> Lookup:
         if request.request_id in self.undecided:
             return LATER
+        self._local[request.request_id] = num_local_tokens
         more = self.offers.get(request.request_id, 0) - num_local_tokens
         return Lookup(more) if more > 0 else MISS
 
@@ -130,12 +133,14 @@ class RemoteKV:
         if not num_external_tokens:
             return
         stop = request.num_computed_tokens
+        # Of a whole prompt the last token is not credited: `stop` says what is.
+        start = self._local[request.request_id]
         histories = identity_of_request(request).histories(request.all_token_ids)
         load = RemoteLoad(
             len(self.loads) + 1,
             request.request_id,
             tuple(map(list, block_ids)),
-            stop - num_external_tokens,
+            start,
             stop,
             histories,
         )

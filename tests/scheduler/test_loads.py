@@ -6,7 +6,9 @@ import pytest
 
 from kvplugin.contract import NOTHING_HAPPENED, WorkerOutcome
 from kvplugin.scheduler import Status
+from tests.core.manager_setups import mamba
 from tests.scheduler.harness import Harness, failed, full, loaded, next_token, window
+from tests.testing.lab import Lab
 
 
 def parked(
@@ -252,3 +254,21 @@ def test_new_weights_discard_loads_under_way() -> None:
     engine.run()
     assert engine.outputs["a"] == [next_token(range(20))]
     assert engine.is_idle()
+
+
+@pytest.mark.parametrize("offered", [15, 16, 17, 24, 25])
+def test_a_state_inside_a_block_is_not_taken_for_one_at_its_end(offered: int) -> None:
+    lab = Lab((full(), mamba("align")), 40, held=False)
+    lab.add(list(range(25)), 3, remote_tokens=offered)
+    lab.drain()
+    assert len(lab.outputs["r0"]) == 3
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("length", [3, 8, 13])
+def test_a_whole_prompt_comes_from_elsewhere(length: int, synchronous: bool) -> None:
+    for specs in ((full(),), (full(), window(5)), (full(), mamba("all"))):
+        lab = Lab(specs, 40, held=False, synchronous=synchronous)
+        lab.add(list(range(length)), 3, remote_tokens=length)
+        lab.drain()
+        assert len(lab.outputs["r0"]) == 3
