@@ -260,6 +260,12 @@ class AlignedMambaManager(MambaManager):
         that need not be where a step ended before."""
         self._refuse_missing_blocks(request_id, num_computed_tokens)
 
+    def max_live_blocks(self) -> int:
+        """As in the base; without limits what a step at a time holds."""
+        if self.settings.limits is None:
+            return 2 + self.num_speculative_blocks
+        return super().max_live_blocks()
+
     def free(self, request_id: str) -> None:
         self._allocated.discard(request_id)
         self._freed_until.pop(request_id, None)
