@@ -8,7 +8,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, Protocol, SupportsIndex
+from operator import index
+from typing import Any, Final, Protocol
 
 from kvplugin.errors import ConfigError, KVPluginError
 from kvplugin.hashing.formats import HashFormat
@@ -213,8 +214,8 @@ class Request:
         Raises:
             RequestError: an id outside 0 to 2**32-1; nothing is added.
         """
-        if isinstance(token_ids, SupportsIndex):
-            token_ids = token_ids.__index__()
+        if isinstance(token_ids, int) or not isinstance(token_ids, Iterable):
+            token_ids = index(token_ids)
             if not 0 <= token_ids < _TOKEN_LIMIT:
                 raise _bad_token(self.request_id, token_ids)
             self._tokens.append(token_ids)
