@@ -160,3 +160,12 @@ def test_check_finds_lost_and_foreign_references() -> None:
     kv.block_pool.free_blocks([row[0], row[0]])
     with pytest.raises(IntegrityError, match="free block"):
         kv.check()
+
+
+def test_a_prompt_that_is_cached_to_its_end_loses_nothing_to_drafts() -> None:
+    setup = Setup((full(),), drafts=True)
+    kv = setup.manager()
+    cached = setup.request("a", range(16))
+    kv.allocate_slots(cached, 16)
+    assert kv.get_computed_blocks(setup.request("same", range(16)))[1] == 12
+    assert kv.get_computed_blocks(setup.request("longer", range(18)))[1] == 12

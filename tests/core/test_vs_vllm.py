@@ -101,15 +101,22 @@ def test_everything_is_as_in_019_with_parity() -> None:
     assert differences(V019, setups, "vllm019_sha256_cbor", V019_PARITY) == []
 
 
+def v032_setups(seeds: range) -> list[Setup]:
+    """All but drafts with one group, where 0.32 drops a block of a prompt that is
+    cached to its end, although the block behind the hit is there."""
+    return [
+        setup
+        for setup in drives.setups(drives.MIXES, seeds)
+        if not (setup.use_eagle and len(setup.groups) == 1)
+    ]
+
+
 NOT_IN_032 = ("common", "zero")
 """Shared prefixes are a stub there, zeroing follows other rules."""
 
 
 def test_what_032_defines_alike_is_as_in_032_without_parity() -> None:
-    setups = [
-        replace(setup, admission=False)
-        for setup in drives.setups(drives.MIXES, range(2, 4))
-    ]
+    setups = [replace(setup, admission=False) for setup in v032_setups(range(2, 4))]
     found = differences(V032, setups, "vllm032_sha256_cbor", Parity(), NOT_IN_032)
     assert found == []
 
@@ -124,7 +131,7 @@ def test_long_runs(first: int) -> None:
     assert differences(V019, setups, "vllm019_sha256_cbor", V019_PARITY) == []
     setups = [
         replace(setup, steps=150, admission=False)
-        for setup in drives.setups(drives.MIXES, range(first, first + 20))
+        for setup in v032_setups(range(first, first + 20))
     ]
     found = differences(V032, setups, "vllm032_sha256_cbor", Parity(), NOT_IN_032)
     assert found == []
