@@ -1,7 +1,7 @@
 """The one error tree: catch `KVPluginError` and nothing of ours slips through."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class KVPluginError(Exception):
@@ -51,3 +51,15 @@ def unknown_name(what: str, name: str, known: Iterable[str], key: str) -> Config
     return ConfigError(
         f"unknown {what} {name!r} in {key}.{hint} Known: {', '.join(names)}."
     )
+
+
+def check_ranges(settings: object, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Refuse settings that are out of their range; None is no setting.
+
+    Raises:
+        ConfigError: naming the key, its value and the range.
+    """
+    for key, (least, most) in ranges.items():
+        value = getattr(settings, key)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{key}={value} must be from {least} to {most}")

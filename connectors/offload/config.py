@@ -4,7 +4,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kvplugin.errors import ConfigError
+from kvplugin.errors import check_ranges
 from kvplugin.events import MEDIUM_CPU
 from kvplugin.hooks import EvictionPolicyContext, get_hooks
 from kvplugin.policies.eviction import EvictionPolicy
@@ -33,10 +33,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     """If the connector cannot start: end the engine, or run it without offload."""
 
     def __post_init__(self) -> None:
-        for key, (least, most) in _LIMITS.items():
-            value = getattr(self, key)
-            if value is not None and not least <= value <= most:
-                raise ConfigError(f"{key}={value} must be from {least} to {most}")
+        check_ranges(self, _LIMITS)
         self.make_eviction_policy(_ANY_SIZE)  # refuses unknown names and options
 
     def make_eviction_policy(self, num_blocks: int) -> EvictionPolicy:

@@ -3,6 +3,7 @@
 A request has one list of hashes; groups with longer blocks read it through a view.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, overload
 
@@ -65,8 +66,9 @@ class _View(Sequence[bytes]):
     def __iter__(self) -> Iterator[bytes]:
         return iter(self[:])
 
+    @abstractmethod
     def _at(self, number: int) -> bytes:
-        raise NotImplementedError
+        """One hash."""
 
 
 class LastHashes(_View):

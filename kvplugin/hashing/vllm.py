@@ -118,7 +118,7 @@ def vllm019_sha256_cbor(seed: str | None) -> CborFormat:
             f"{name} needs a seed: the value of PYTHONHASHSEED that the vLLM 0.19 "
             "processes run with (without one, their hashes are random)"
         )
-    return CborFormat(name, seed, _untagged_keys, "concat", True)
+    return CborFormat(name, seed, untagged_keys, "concat", True)
 
 
 def vllm032_sha256_cbor(seed: str | None) -> CborFormat:
@@ -131,9 +131,11 @@ def vllm032_sha256_cbor(seed: str | None) -> CborFormat:
     return CborFormat("vllm032_sha256_cbor", seed, _tagged_keys, "last", False)
 
 
-def _untagged_keys(
+def untagged_keys(
     request: HashedRequest, media: Sequence[MediaLike], start: int, end: int
 ) -> list[Any]:
+    """What identifies block [start, end) besides its tokens, as 0.19 hashes it and as
+    both versions publish it in events."""
     keys: list[Any] = []
     if request.lora_request is not None:
         keys.append(request.lora_request.lora_name)

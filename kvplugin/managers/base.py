@@ -29,18 +29,13 @@ from kvplugin.managers.stored import stored_event
 from kvplugin.parity import NO_PARITY, Parity
 from kvplugin.policies.eviction import NO_CONTEXT
 from kvplugin.request import RequestError, RequestLike
-from kvplugin.spec import EngineLimits, KVCacheSpec
+from kvplugin.spec import EngineLimits, KVCacheSpec, cdiv
 from kvplugin.token_check import TokenCheck
 
 ALWAYS: Final = -1
 """`quiet_until` of a manager that wants to see every step."""
 NEVER: Final = 1 << 62
 """`quiet_until` of a manager that a longer request does not concern."""
-
-
-def cdiv(a: int, b: int) -> int:
-    """`a / b`, rounded up."""
-    return -(-a // b)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,16 +183,17 @@ class SingleTypeKVCacheManager(ABC):
         if request_id in self.num_cached_block:
             new = max(required - have, 0)
         else:
-            skipped = max(self.get_num_skipped_tokens(total_computed_tokens), 0)
-            skipped //= self.block_size
+            skipped = self._num_skipped_blocks(total_computed_tokens)
             new = max(required - max(skipped, have + len(new_computed_blocks)), 0)
             if new_computed_blocks:
                 adopted = new_computed_blocks[max(skipped - have, 0) :]
                 new += self.block_pool.num_evictable(adopted)
-        if whole_request:
-            live = have - row.count(NULL_BLOCK)
-            new = min(new, max(self.max_live_blocks() - live, 0))
-        return new
+        return self._up_to_the_peak(row, new) if whole_request else new
+
+    def _up_to_the_peak(self, row: Sequence[int], new: int) -> int:
+        """Of `new` blocks those that a request needs at a time beside its own."""
+        live = len(row) - row.count(NULL_BLOCK)
+        return min(new, max(self.max_live_blocks() - live, 0))
 
     def max_live_blocks(self) -> int:
         """Most blocks that one request owns at a time, however long it is: what
@@ -213,6 +209,12 @@ class SingleTypeKVCacheManager(ABC):
         """Leading tokens that no later token will attend to."""
         del num_computed_tokens
         return 0
+
+    def _num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """Leading blocks that no later token will attend to."""
+        return max(self.get_num_skipped_tokens(num_computed_tokens), 0) // (
+            self.block_size
+        )
 
     def quiet_until(self, request_id: str, total_computed_tokens: int) -> int:
         """Up to which length (computed, new and lookahead tokens) an admitted request
@@ -254,7 +256,7 @@ class SingleTypeKVCacheManager(ABC):
                 f"request {request_id} has blocks before its admission"
             )
         total = num_local_computed_tokens + num_external_computed_tokens
-        skipped = max(self.get_num_skipped_tokens(total), 0) // self.block_size
+        skipped = self._num_skipped_blocks(total)
         hits = list(new_computed_blocks[skipped:])
         if not self.enable_caching:
             self._refuse_hits(request_id, hits)
@@ -396,9 +398,9 @@ class SingleTypeKVCacheManager(ABC):
             self._rewound.add(request_id)
 
     def _refuse_missing_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        first = max(self.get_num_skipped_tokens(num_computed_tokens), 0)
+        first = self._num_skipped_blocks(num_computed_tokens)
         row = self.req_to_blocks.get(request_id, ())
-        if NULL_BLOCK in row[first // self.block_size :]:
+        if NULL_BLOCK in row[first:]:
             raise RequestError(
                 f"request {request_id} goes back to {num_computed_tokens} tokens, and "
                 f"its {self.kind} group has given back blocks that it needs there: "
@@ -409,9 +411,9 @@ class SingleTypeKVCacheManager(ABC):
         self, request_id: str, total_computed_tokens: int
     ) -> None:
         """Give back the blocks that no later token attends to."""
-        skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
+        skipped = self._num_skipped_blocks(total_computed_tokens)
         row = self.req_to_blocks.get(request_id)
-        if skipped <= 0 or not row:
+        if not skipped or not row:
             return
         removed = []
         for i in range(min(skipped, len(row)) - 1, -1, -1):

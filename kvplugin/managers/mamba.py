@@ -20,10 +20,9 @@ from kvplugin.managers.base import (
     NEVER,
     ManagerSettings,
     SingleTypeKVCacheManager,
-    cdiv,
 )
 from kvplugin.request import RequestLike
-from kvplugin.spec import MambaSpec
+from kvplugin.spec import MambaSpec, cdiv
 
 
 class MambaManager(SingleTypeKVCacheManager):
@@ -127,10 +126,12 @@ class MambaManager(SingleTypeKVCacheManager):
     def remove_skipped_blocks(
         self, request_id: str, total_computed_tokens: int
     ) -> None:
-        """As in the base; drafts among the computed tokens may yet be rejected, so
-        all of them are taken to be."""
-        settled = max(total_computed_tokens - self.num_speculative_blocks, 0)
-        super().remove_skipped_blocks(request_id, settled)
+        """As in the base, of what is settled."""
+        super().remove_skipped_blocks(request_id, self._settled(total_computed_tokens))
+
+    def _settled(self, total_computed_tokens: int) -> int:
+        """Drafts among the computed tokens may yet be rejected: all are taken to be."""
+        return max(total_computed_tokens - self.num_speculative_blocks, 0)
 
     def _cacheable(self, request_id: str, start: int, stop: int) -> list[int]:
         blocks = super()._cacheable(request_id, start, stop)
@@ -193,7 +194,7 @@ class AlignedMambaManager(MambaManager):
         external = 0
         if request_id not in self.num_cached_block:
             covered = cdiv(total_computed_tokens, self.block_size)
-            skipped = max(total_computed_tokens - 1, 0) // self.block_size
+            skipped = self._num_skipped_blocks(total_computed_tokens)
             external = max(covered - max(skipped, have), 0)
             have = max(covered, have)
         new = self._required(num_tokens_main_model) - have
@@ -203,10 +204,7 @@ class AlignedMambaManager(MambaManager):
             new = 1 if again else 1 + self.num_speculative_blocks
         hits = self.block_pool.num_evictable(new_computed_blocks)
         new = max(new, 0) + external + hits
-        if whole_request:
-            live = len(row) - row.count(NULL_BLOCK)
-            new = min(new, max(self.max_live_blocks() - live, 0))
-        return new
+        return self._up_to_the_peak(row, new) if whole_request else new
 
     def _required(self, num_tokens_main_model: int) -> int:
         # Lookahead tokens get no state: no draft model has state layers, and they
@@ -244,7 +242,7 @@ class AlignedMambaManager(MambaManager):
     ) -> None:
         """All states before the last settled one, which was computed from them. With
         steps in flight there may be several, with nulls between them."""
-        settled = max(total_computed_tokens - self.num_speculative_blocks, 0)
+        settled = self._settled(total_computed_tokens)
         row = self.req_to_blocks.get(request_id, [])
         start = self._freed_until.get(request_id, 0)
         stop = min(cdiv(settled, self.block_size) - 1, len(row))

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from kvplugin.block import NULL_BLOCK
-from kvplugin.managers.base import SingleTypeKVCacheManager, cdiv
-from kvplugin.spec import SlidingWindowSpec
+from kvplugin.managers.base import SingleTypeKVCacheManager
+from kvplugin.spec import SlidingWindowSpec, cdiv
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager):

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Protocol
 
 from kvplugin.block_pool import BlockPool
 from kvplugin.events import BlockStored, external_hash
-from kvplugin.hashing.identity import embeds_digest, media_between
+from kvplugin.hashing.vllm import untagged_keys
 from kvplugin.request import RequestLike
 
 
@@ -49,24 +49,13 @@ def stored_event(
         lora_id=getattr(adapter, "adapter_id", None),
         medium=group.block_pool.medium,
         lora_name=None if adapter is None else adapter.lora_name,
-        extra_keys=[_extra_keys(request, (start + i) * size, size) for i in given],
+        extra_keys=[
+            tuple(untagged_keys(request, request.mm_features, at, at + size)) or None
+            for at in ((start + i) * size for i in given)
+        ],
         group_idx=group.kv_cache_group_id,
         kv_cache_spec_kind=group.kind,
         kv_cache_spec_sliding_window=getattr(
             group.kv_cache_spec, "sliding_window", None
         ),
     )
-
-
-def _extra_keys(request: RequestLike, start: int, size: int) -> tuple[Any, ...] | None:
-    """What the hash of the block at token `start` covers besides tokens, in the
-    untagged shape that vLLM publishes."""
-    keys: list[Any] = []
-    if request.lora_request is not None:
-        keys.append(request.lora_request.lora_name)
-    keys += media_between(request.mm_features, start, start + size)
-    if not start and request.cache_salt:
-        keys.append(request.cache_salt)
-    if request.prompt_embeds is not None:
-        keys.append(embeds_digest(request, start, start + size))
-    return tuple(keys) or None

@@ -1,10 +1,10 @@
 """Settings of the scheduler."""
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
-from kvplugin.errors import ConfigError
+from kvplugin.errors import check_ranges
 
 
 class SchedulerConfig(
@@ -39,18 +39,15 @@ class SchedulerConfig(
         Raises:
             ConfigError: a value is out of its range.
         """
-        for key, least, most in _RANGES:
-            value = getattr(self, key)
-            if not least <= value <= most:
-                raise ConfigError(f"{key}={value} must be from {least} to {most}")
+        check_ranges(self, _RANGES)
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("max_num_batched_tokens", 1, 2**31),
-    ("max_num_seqs", 1, 2**31),
-    ("long_prefill_token_threshold", 0, 2**31),
-    ("num_lookahead_tokens", 0, 2**16),
-    ("load_timeout_s", 0.001, 86_400),
-    ("max_overdue_fraction", 0, 1),
-    ("pipeline_depth", 1, 2),
-)
+_RANGES: Final = {
+    "max_num_batched_tokens": (1, 2**31),
+    "max_num_seqs": (1, 2**31),
+    "long_prefill_token_threshold": (0, 2**31),
+    "num_lookahead_tokens": (0, 2**16),
+    "load_timeout_s": (0.001, 86_400),
+    "max_overdue_fraction": (0, 1),
+    "pipeline_depth": (1, 2),
+}

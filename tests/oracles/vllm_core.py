@@ -72,16 +72,12 @@ def request(request_id: str, tokens: list[int], block_hasher: Any) -> Request:
     """A request for any number of output tokens."""
     params = SamplingParams(max_tokens=1 << 20)
     params.update_from_generation_config({}, eos_token_id=1)
-    return (
-        Request(
-            request_id,
-            tokens,
-            params,
-            None,
-            block_hasher=block_hasher,
-        )
-        if "eos_token_id" not in inspect.signature(Request).parameters
-        else Request(
-            request_id, tokens, params, None, eos_token_id=1, block_hasher=block_hasher
-        )
+    eos = {"eos_token_id"} & inspect.signature(Request).parameters.keys()
+    return Request(
+        request_id,
+        tokens,
+        params,
+        None,
+        block_hasher=block_hasher,
+        **dict.fromkeys(eos, 1),
     )
