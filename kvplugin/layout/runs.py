@@ -1,4 +1,4 @@
-"""Where the bytes of a block are: descriptors and stride arithmetic, pure data.
+"""The bytes of a whole block, whatever they mean.
 
 Two descriptions meet here. A `PageLayout` is what a layer's spec promises about one
 block; a `TensorLayout` is what the attention backend made of it. `block_runs` turns
@@ -7,6 +7,7 @@ the pair into runs of bytes that a copy engine can move, or refuses, showing bot
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -88,7 +89,7 @@ def _runs_of(tensor: TensorLayout, parts: int, page: PageLayout) -> tuple[Run, .
     """Split the block axis, merge what is contiguous, list what is left."""
     part_stride = tensor.strides[tensor.block_axis]
     axes = list(zip(tensor.shape, tensor.strides, strict=True))
-    if _overlap(axes, tensor.itemsize):
+    if overlaps(axes, tensor.itemsize):
         raise _refusal("elements overlap or interleave", tensor, page)
     axes[tensor.block_axis] = (parts, part_stride)
     by_stride = sorted((a for a in axes if a[0] > 1), key=lambda a: -a[1])
@@ -108,8 +109,8 @@ def _runs_of(tensor: TensorLayout, parts: int, page: PageLayout) -> tuple[Run, .
     return tuple(Run(offset, part_stride * parts, nbytes) for offset in offsets)
 
 
-def _overlap(axes: list[tuple[int, int]], itemsize: int) -> bool:
-    """Whether some axis steps by less than all the axes inside it span."""
+def overlaps(axes: Iterable[tuple[int, int]], itemsize: int) -> bool:
+    """Whether some axis (extent, stride) steps by less than all inside it span."""
     span = itemsize
     for size, stride in sorted(axes, key=lambda axis: axis[1]):
         if size > 1:

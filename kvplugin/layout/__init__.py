@@ -1,0 +1,29 @@
+"""Where the bytes of a block are: descriptors, stride arithmetic, plans; pure data.
+
+A block can be moved as bytes (`block_runs`), whatever is inside; or, where the page's
+interior is known (`KVLayout`), row by row into a page of another shape
+(`plan_conversion`). Nothing here touches memory: the engines are in
+`kvplugin.kernels`.
+"""
+
+from kvplugin.layout.conversion import Axis, Box, Conversion, plan_conversion
+from kvplugin.layout.heads import HeadSlice, RankSlice, head_slices
+from kvplugin.layout.interior import KVLayout, Part
+from kvplugin.layout.runs import MAX_RUNS, PageLayout, Run, TensorLayout, block_runs
+
+__all__ = [
+    "MAX_RUNS",
+    "Axis",
+    "Box",
+    "Conversion",
+    "HeadSlice",
+    "KVLayout",
+    "PageLayout",
+    "Part",
+    "RankSlice",
+    "Run",
+    "TensorLayout",
+    "block_runs",
+    "head_slices",
+    "plan_conversion",
+]

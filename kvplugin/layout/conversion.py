@@ -1,0 +1,248 @@
+"""Plans that carry rows from one page layout into another.
+
+Both sides' blocks are cut into *chunks*, the largest run of tokens that neither side
+splits: the greatest common divisor of the block sizes. A chunk has one id a side, its
+block's id times the chunks of a block plus its place in there. What a chunk holds is a
+few `Box`es: strided copies of up to two axes around contiguous bytes.
+
+    block sizes 64 -> 128: chunks of 64 tokens, one a source block, two a target block
+    block sizes 48 -> 32:  chunks of 16 tokens, three a source block, two a target block
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kvplugin.errors import LayoutMismatchError
+from kvplugin.layout.heads import HeadSlice
+from kvplugin.layout.interior import KVLayout, Part
+
+
+class Axis(NamedTuple):
+    """A loop around what a box copies at once; strides in bytes."""
+
+    extent: int
+    source_stride: int
+    target_stride: int
+
+
+class Side(NamedTuple):
+    """Where a box begins on one side: offset + block * block_stride + place of the
+    chunk in its block * chunk_stride, in bytes."""
+
+    offset: int
+    block_stride: int
+    chunk_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The same rows of every chunk."""
+
+    source: Side
+    target: Side
+    axes: tuple[Axis, ...]
+    """Outermost on the target first; at most two."""
+    nbytes: int
+    """Contiguous on both sides."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Of one chunk."""
+        return self.nbytes * math.prod(axis.extent for axis in self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """How blocks of one layout become blocks of another."""
+
+    source: KVLayout
+    target: KVLayout
+    chunk_tokens: int
+    boxes: tuple[Box, ...]
+
+    @property
+    def source_chunks(self) -> int:
+        """Chunks of a source block."""
+        return self.source.tokens // self.chunk_tokens
+
+    @property
+    def target_chunks(self) -> int:
+        """Chunks of a target block."""
+        return self.target.tokens // self.chunk_tokens
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that move with one chunk."""
+        return sum(box.total_bytes for box in self.boxes)
+
+    @property
+    def copies_whole_runs(self) -> bool:
+        """Whether a block is runs of bytes on both sides: nothing is reordered."""
+        one_chunk = self.source_chunks == self.target_chunks == 1
+        return one_chunk and all(not box.axes for box in self.boxes)
+
+    def pair_chunks(
+        self,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        num_tokens: int | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """Chunk ids that belong together in two rows of one request.
+
+        Args:
+            source_ids: blocks that hold its tokens from a common first one on.
+            target_ids: blocks that are to hold them.
+            num_tokens: how many; rounded up to a chunk. None for all of the rows,
+                which must then hold equally many.
+
+        Raises:
+            LayoutMismatchError: a row is too short, or too long for None.
+        """
+        room = min(
+            len(source_ids) * self.source_chunks, len(target_ids) * self.target_chunks
+        )
+        wanted = room if num_tokens is None else -(-num_tokens // self.chunk_tokens)
+        whole = len(source_ids) * self.source_chunks + (
+            len(target_ids) * self.target_chunks
+        )
+        if wanted > room or (num_tokens is None and whole != 2 * room):
+            raise LayoutMismatchError(
+                f"{len(source_ids)} source blocks of {self.source.tokens} tokens and "
+                f"{len(target_ids)} target blocks of {self.target.tokens} do not both "
+                f"hold {'the same' if num_tokens is None else num_tokens} tokens"
+            )
+        return (
+            _chunks_of(source_ids, self.source_chunks)[:wanted],
+            _chunks_of(target_ids, self.target_chunks)[:wanted],
+        )
+
+    def runs(self, source_chunk: int, target_chunk: int) -> Iterator[tuple[int, ...]]:
+        """Contiguous copies of one pair of chunks: (source offset, target offset,
+        bytes). For descriptors, and to check engines against."""
+        for box in self.boxes:
+            source = _start(box.source, source_chunk, self.source_chunks)
+            target = _start(box.target, target_chunk, self.target_chunks)
+            yield from _walk(source, target, box.axes, box.nbytes)
+
+
+def plan_conversion(
+    source: KVLayout, target: KVLayout, heads: HeadSlice | None = None
+) -> Conversion:
+    """Plan the copy of rows between two layouts of the same content.
+
+    Args:
+        source: where rows are read.
+        target: where they are written.
+        heads: the heads that move; None for all, which both sides must have.
+
+    Raises:
+        LayoutMismatchError: parts, row sizes, dtypes or heads do not correspond;
+            shows both sides.
+    """
+    rows = [[(p.name, p.row_bytes) for p in side.parts] for side in (source, target)]
+    if rows[0] != rows[1] or source.dtype != target.dtype:
+        raise _refusal("their rows differ", source, target)
+    if heads is None:
+        if source.heads != target.heads:
+            raise _refusal("they have different numbers of heads", source, target)
+        heads = HeadSlice(0, 0, source.heads)
+    _check_heads(heads, source, target)
+    tokens = math.gcd(source.tokens, target.tokens)
+    boxes = [
+        _box(s, t, heads, tokens)
+        for s, t in zip(source.parts, target.parts, strict=True)
+    ]
+    return Conversion(source, target, tokens, _join(boxes))
+
+
+def _check_heads(heads: HeadSlice, source: KVLayout, target: KVLayout) -> None:
+    for first, side in ((heads.source_first, source), (heads.target_first, target)):
+        if heads.count < 1 or first < 0 or first + heads.count > side.heads:
+            raise _refusal(f"{heads} is not among the heads", source, target)
+
+
+def _box(source: Part, target: Part, heads: HeadSlice, tokens: int) -> Box:
+    axes = [
+        Axis(tokens, source.token_stride, target.token_stride),
+        Axis(heads.count, source.head_stride, target.head_stride),
+    ]
+    merged, nbytes = _merge(axes, source.row_bytes)
+    first = heads.source_first * source.head_stride
+    return Box(
+        Side(source.offset + first, source.block_stride, tokens * source.token_stride),
+        Side(
+            target.offset + heads.target_first * target.head_stride,
+            target.block_stride,
+            tokens * target.token_stride,
+        ),
+        merged,
+        nbytes,
+    )
+
+
+def _merge(axes: Sequence[Axis], nbytes: int) -> tuple[tuple[Axis, ...], int]:
+    """The same copy in fewer loops: what is contiguous on both sides is one run, and
+    two axes that step as one are one."""
+    left = sorted(
+        (axis for axis in axes if axis.extent > 1), key=lambda axis: -axis.target_stride
+    )
+    while left and left[-1][1:] == (nbytes, nbytes):
+        nbytes *= left.pop().extent
+    if len(left) == 2:
+        outer, inner = left
+        step = (inner.extent * inner.source_stride, inner.extent * inner.target_stride)
+        if outer[1:] == step:
+            left = [inner._replace(extent=outer.extent * inner.extent)]
+    return tuple(left), nbytes
+
+
+def _join(boxes: Sequence[Box]) -> tuple[Box, ...]:
+    """Boxes that continue each other on both sides become one."""
+    joined: list[Box] = []
+    for box in boxes:
+        if joined and _continues(box, joined[-1]):
+            joined[-1] = replace(joined[-1], nbytes=joined[-1].nbytes + box.nbytes)
+        else:
+            joined.append(box)
+    return tuple(joined)
+
+
+def _continues(box: Box, before: Box) -> bool:
+    sides = ((box.source, before.source), (box.target, before.target))
+    return box.axes == before.axes and all(
+        after.offset == first.offset + before.nbytes and after[1:] == first[1:]
+        for after, first in sides
+    )
+
+
+def _chunks_of(ids: Sequence[int], chunks: int) -> list[int]:
+    return [block * chunks + place for block in ids for place in range(chunks)]
+
+
+def _start(side: Side, chunk: int, chunks: int) -> int:
+    block, place = divmod(chunk, chunks)
+    return side.offset + block * side.block_stride + place * side.chunk_stride
+
+
+def _walk(
+    source: int, target: int, axes: Sequence[Axis], nbytes: int
+) -> Iterator[tuple[int, ...]]:
+    if not axes:
+        yield source, target, nbytes
+        return
+    axis = axes[0]
+    for i in range(axis.extent):
+        yield from _walk(
+            source + i * axis.source_stride,
+            target + i * axis.target_stride,
+            axes[1:],
+            nbytes,
+        )
+
+
+def _refusal(why: str, source: KVLayout, target: KVLayout) -> LayoutMismatchError:
+    return LayoutMismatchError(
+        f"KV blocks can't be converted: {why}. Source: {source}. Target: {target}."
+    )
