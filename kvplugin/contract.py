@@ -173,7 +173,11 @@ class SchedulerHalf(Protocol):
         num_external_tokens: int,
     ) -> None:
         """Blocks are there. `block_ids` is the whole row a group, local hits
-        included; the last `num_external_tokens` of it are to be loaded."""
+        included; the last `num_external_tokens` of it are to be loaded.
+
+        What counts as computed is `request.num_computed_tokens`: one token less than
+        was offered where that was the whole prompt, whose last token is computed in
+        any case. A recurrent state must be the one after exactly so many tokens."""
 
     def plan_step(self, step: Step) -> bytes:
         """The message to the worker halves; empty for nothing."""

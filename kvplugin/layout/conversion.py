@@ -159,14 +159,14 @@ def plan_conversion(
 
 def _check_heads(heads: HeadSlice, source: KVLayout, target: KVLayout) -> None:
     for first, side in ((heads.source_first, source), (heads.target_first, target)):
-        if heads.count < 1 or first < 0 or first + heads.count > side.heads:
+        if heads.num_heads < 1 or first < 0 or first + heads.num_heads > side.heads:
             raise _refusal(f"{heads} is not among the heads", source, target)
 
 
 def _box(source: Part, target: Part, heads: HeadSlice, tokens: int) -> Box:
     axes = [
         Axis(tokens, source.token_stride, target.token_stride),
-        Axis(heads.count, source.head_stride, target.head_stride),
+        Axis(heads.num_heads, source.head_stride, target.head_stride),
     ]
     merged, nbytes = _merge(axes, source.row_bytes)
     first = heads.source_first * source.head_stride

@@ -10,7 +10,7 @@ class HeadSlice(NamedTuple):
 
     source_first: int
     target_first: int
-    count: int
+    num_heads: int
 
 
 class RankSlice(NamedTuple):
@@ -62,8 +62,9 @@ def _held(num_heads: int, ranks: int, rank: int) -> range:
         raise LayoutMismatchError(f"rank {rank} of {ranks} with {num_heads} heads")
     if num_heads % ranks and ranks % num_heads:
         raise LayoutMismatchError(
-            f"{num_heads} KV heads can't be split evenly over {ranks} ranks, nor copied "
-            "evenly: use a tensor-parallel size that divides them or is a multiple"
+            f"{num_heads} KV heads can't be split evenly over {ranks} ranks, nor "
+            "copied evenly: use a tensor-parallel size that divides them or is a "
+            "multiple"
         )
     per_rank = max(1, num_heads // ranks)
     first = rank * num_heads // ranks

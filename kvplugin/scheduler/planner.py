@@ -211,6 +211,8 @@ class Planner:
             parks = external > 0 and parks
         # The last token is computed in any case, for its logits.
         credited = min(external, request.num_tokens - 1 - hit)
+        if not credited:
+            external, parks = 0, False  # nor waited for, if it is all that would come
         computed = hit + credited
         left = request.num_tokens - computed
         num_tokens = self._cut(entry, computed, left, step.budget)

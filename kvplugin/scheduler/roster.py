@@ -4,6 +4,7 @@ All that changes a request's status or gives its blocks away is a method here; w
 be moved is decided elsewhere (`planner.py`, `recovery.py`).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvplugin.block import NULL_BLOCK
@@ -63,6 +64,12 @@ class Roster:
     def rows(self, entry: Entry) -> tuple[list[int], ...]:
         """Its block ids, a new list a group."""
         return self.manager.get_block_ids(entry.id)
+
+    def in_use(self, blocks: Iterable[int]) -> list[int]:
+        """Of these blocks, once each, those that a request has: not the free ones, nor
+        those that are only held until a step or a transfer ends."""
+        held, pool = Counter(self.holds.blocks), self.manager.block_pool
+        return [b for b in dict.fromkeys(blocks) if pool.ref_count(b) > held[b]]
 
     @property
     def loading(self) -> Iterator[Entry]:

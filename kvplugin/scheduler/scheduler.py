@@ -120,9 +120,11 @@ class Scheduler:
                 f"{entry.max_tokens}: it must ask for at least one, and together they "
                 f"must be at most max_model_len={manager.max_model_len}"
             )
+        # The last token is not computed: its slot counts among those for drafts.
+        lookahead = max(self.config.num_lookahead_tokens - 1, 0)
         needed = manager.coordinator.get_num_blocks_to_allocate(
             entry.id,
-            length,
+            min(length + lookahead, manager.max_model_len),
             manager.empty_kv_cache_blocks.ids,
             entry.num_encoder_tokens,
             0,
@@ -188,6 +190,9 @@ class Scheduler:
         rows = {
             id_: manager.get_block_ids(id_) for id_, s in shares.items() if s.admitted
         }
+        to_zero = manager.take_new_block_ids()
+        if step.took_back:
+            to_zero = roster.in_use(to_zero)
         common: list[int] = []
         if roster.running:
             common = manager.get_num_common_prefix_blocks(roster.running[0].id)
@@ -207,7 +212,7 @@ class Scheduler:
                 id_: s.drafts for id_, s in shares.items() if s.drafts
             },
             num_common_prefix_blocks=common,
-            new_block_ids_to_zero=manager.take_new_block_ids(),
+            new_block_ids_to_zero=to_zero,
             preempted_req_ids=frozenset(preempted),
             finished_req_ids=frozenset(finished),
             connector_plan=plan,

@@ -32,6 +32,8 @@ class StepPlan:
     budget: int
     shares: dict[str, Share] = field(default_factory=dict)
     preempted: list[Entry] = field(default_factory=list)
+    took_back: bool = False
+    """A share was withdrawn: its new blocks are free again, or somebody else's."""
 
     def add(
         self,
@@ -58,6 +60,7 @@ class StepPlan:
         share = self.shares.pop(entry.id, None)
         if share is not None:
             self.budget += share.num_tokens
+            self.took_back = True
         return share
 
     def progress(self, watched: Iterable[str]) -> list[ScheduledRequest]:

@@ -32,6 +32,7 @@ from kvplugin.contract import (
     WorkerOutcome,
 )
 from kvplugin.events import KVCacheEvent
+from kvplugin.spec import cdiv
 from kvplugin.testing.content import ContentModel
 from kvplugin.testing.rules import GroupModel, identity_of_request
 from kvplugin.testing.slots import STATE_SLOT, BlockContent, Content, Slot, Void
@@ -54,10 +55,14 @@ class RemoteLoad:
     def parts(
         self, groups: Sequence[GroupModel]
     ) -> list[tuple[int, list[int], list[int]]]:
-        """Blocks to fill, as in `CopyJob.parts`; a tier id is an entry of the row."""
+        """Blocks to fill, as in `CopyJob.parts`; a tier id is an entry of the row.
+
+        Not those behind `stop`, which the engine computes itself.
+        """
         parts = []
         for group, row in zip(groups, self.rows, strict=True):
-            entries = range(self.start // group.block_size, len(row))
+            size = group.block_size
+            entries = range(self.start // size, min(cdiv(self.stop, size), len(row)))
             taken = [i for i in entries if row[i] != NULL_BLOCK]
             if taken:
                 parts.append((group.index, [row[i] for i in taken], taken))

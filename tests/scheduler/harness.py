@@ -148,6 +148,7 @@ class Harness:
                 max_model_len=max_model_len,
                 max_num_batched_tokens=self.config.max_num_batched_tokens,
                 max_concurrent_batches=self.config.pipeline_depth,
+                num_lookahead_tokens=self.config.num_lookahead_tokens,
             ),
         )
         self.now = 0.0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvplugin.block import NULL_BLOCK
 from kvplugin.block_pool import BlockPool
 from kvplugin.coordinator import KVCacheCoordinator
 from kvplugin.manager import KVCacheManager
@@ -28,6 +29,8 @@ from kvplugin.scheduler.step import StepPlan
 from tests.core.manager_setups import full, window
 from tests.scheduler.harness import Harness, loaded
 from tests.scheduler.test_random_runs import PressedLab, run
+from tests.scheduler.test_zeroing import test_blocks_to_zero_are_those_of_requests
+from tests.scheduler.two_pools import run_two_pools
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,21 @@ def first_report_ends_it(
 def skip_a_block_more(right: Any, self: SlidingWindowManager, computed: int) -> int:
     skipped = right(self, computed)
     return min(skipped + self.block_size, computed) if skipped else 0
+
+
+def leave_skipped_blocks_in_the_row(
+    self: SlidingWindowManager, request_id: str, computed: int
+) -> None:
+    row = self.req_to_blocks.get(request_id, [])
+    self.block_pool.free_blocks(row[: self._num_skipped_blocks(computed)])
+
+
+def lose_skipped_blocks(
+    self: SlidingWindowManager, request_id: str, computed: int
+) -> None:
+    row = self.req_to_blocks.get(request_id, [])
+    skipped = min(self._num_skipped_blocks(computed), len(row))
+    row[:skipped] = [NULL_BLOCK] * skipped
 
 
 def free_without_dropping(self: SingleTypeKVCacheManager, request_id: str) -> None:
@@ -228,6 +246,10 @@ def two_ranks_report() -> None:
     assert engine.is_idle()
 
 
+def two_pools() -> None:
+    run_two_pools(40)
+
+
 MUTATIONS = [
     Mutation(
         "blocks of a step in flight are not held",
@@ -307,6 +329,25 @@ MUTATIONS = [
         seeds("window"),
     ),
     Mutation(
+        "a window gives back one block too many, in front of a host",
+        around(SlidingWindowManager, "get_num_skipped_tokens", skip_a_block_more),
+        two_pools,
+    ),
+    Mutation(
+        "blocks that a window gave back stay in the row, to be freed again",
+        method(
+            SlidingWindowManager,
+            "remove_skipped_blocks",
+            leave_skipped_blocks_in_the_row,
+        ),
+        two_pools,
+    ),
+    Mutation(
+        "blocks that left a window are not given back",
+        method(SlidingWindowManager, "remove_skipped_blocks", lose_skipped_blocks),
+        two_pools,
+    ),
+    Mutation(
         "a state is copied in the step that computes it",
         method(MambaManager, "get_num_blocks_to_allocate", MambaManager._count),
         seeds("full+states"),
@@ -339,6 +380,11 @@ MUTATIONS = [
         "evicted blocks keep their keys",
         method(BlockPool, "_drop_keys", lambda self, ids: None),
         seeds("full"),
+    ),
+    Mutation(
+        "blocks of a share that was taken back are zeroed all the same",
+        method(StepPlan, "took_back", stuck_at(False)),
+        partial(test_blocks_to_zero_are_those_of_requests, 1),
     ),
     Mutation(
         "the last ends are told to nobody",

@@ -1,7 +1,5 @@
 """Asynchronous loads: parked requests, ends of every kind, deadlines, aborts."""
 
-from itertools import permutations
-
 import pytest
 
 from kvplugin.contract import NOTHING_HAPPENED, WorkerOutcome
@@ -15,11 +13,12 @@ def parked(
     tokens: int = 20,
     offered: int = 16,
     harness: Harness | None = None,
+    first: int = 0,
     **settings: object,
 ) -> Harness:
-    """A request "a" whose load is under way."""
+    """A request "a" of these tokens from `first` on, whose load is under way."""
     engine = harness or Harness(connects=True, **settings)
-    engine.add("a", range(tokens))
+    engine.add("a", range(first, first + tokens))
     engine.connector.offers["a"] = offered
     engine.step()
     assert engine.scheduler.requests["a"].status is Status.LOADING
@@ -57,6 +56,41 @@ def test_at_least_one_token_is_computed(offered: int) -> None:
     assert engine.outputs["a"] == [next_token(range(32))]
 
 
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("offered", [32, 31, 16])
+@pytest.mark.parametrize("mode", ["none", "all", "align"])
+def test_what_is_loaded_is_what_is_credited(
+    mode: str, offered: int, synchronous: bool
+) -> None:
+    """Scenario 5: a prompt of 32, blocks of 16, all of it stored. A state that is newer
+    than the credited tokens is an error of the lab's memory."""
+    states = () if mode == "none" else (mamba(mode, 16),)
+    lab = Lab((full(16), *states), 20, held=False, synchronous=synchronous)
+    lab.add(list(range(32)), 3, remote_tokens=offered)
+    lab.step()
+    # In mode align a step ends at a block's end, and so does what is credited.
+    credited = 16 if mode == "align" else min(offered, 31)
+    (load,) = lab.remote.loads.values()
+    assert (load.start, load.stop) == (0, credited)
+    if not synchronous:
+        assert lab.requests["r0"].num_computed_tokens == credited
+    lab.drain()
+    assert len(lab.outputs["r0"]) == 3
+
+
+def test_nobody_waits_for_the_last_token_alone() -> None:
+    """All others are cached here, and it is computed in any case."""
+    engine = Harness(connects=True)
+    engine.add("first", range(8))
+    engine.run()
+    engine.add("a", range(9))
+    engine.connector.offers["a"] = 9
+    assert engine.step().num_scheduled_tokens == {"a": 1}
+    assert "a" not in engine.connector.rows
+    assert engine.outputs["a"] == [next_token(range(9))]
+    assert engine.scheduler.make_connector_prefix_cache_stats().hits == 0
+
+
 def test_a_failed_load_is_computed_without_a_second_request() -> None:
     """Scenario 19: the engine goes on as long as it says that it has work."""
     engine = parked()
@@ -76,17 +110,28 @@ def test_what_came_of_a_failed_load_is_hit() -> None:
     assert engine.connector.lookups == ["a"], "a load is not tried twice"
 
 
-def test_a_failed_load_of_several_groups_goes_back_to_a_common_boundary() -> None:
-    """Scenario 18: block ids are taken by the geometry of their own group."""
-    engine = parked(
-        harness=Harness(30, [full(), window(6, 8)], connects=True, max_model_len=64)
-    )
-    row = engine.connector.rows["a"][1]
-    engine.step(failed(a=[row[-1]]))
+@pytest.mark.parametrize(
+    ("group", "entry", "hit"), [(0, 0, 0), (0, 1, 0), (0, 3, 8), (1, 0, 0), (1, 1, 8)]
+)
+def test_a_failed_load_of_several_groups_goes_back_to_a_common_boundary(
+    group: int, entry: int, hit: int
+) -> None:
+    """Scenario 18: an entry of a row is taken by the geometry of its own group. (Groups
+    share one pool, so no two of them hold the same id.)"""
+    groups = [full(), window(20, 8)]
+    engine = parked(harness=Harness(30, groups, connects=True, max_model_len=64))
+    rows = engine.connector.rows["a"]
+    assert [len(row) for row in rows] == [4, 2]
+    engine.step(failed(a=[rows[group][entry]]))
+    assert engine.connector.distrusted == {rows[group][entry]}
     output = engine.step()
-    assert output.scheduled_new_reqs[0].num_computed_tokens in (0, 8)
+    (new,) = output.scheduled_new_reqs
+    assert new.num_computed_tokens == hit
+    for row, loaded_row, size in zip(new.block_ids, rows, (4, 8), strict=True):
+        assert row[: hit // size] == loaded_row[: hit // size]
     engine.run()
     assert engine.outputs["a"] == [next_token(range(20))]
+    assert engine.is_idle()
 
 
 def test_policy_fail_ends_the_request() -> None:
@@ -152,16 +197,38 @@ class TestDeadline:
         assert engine.outputs["b"] == [next_token(range(50, 70))]
 
 
-@pytest.mark.parametrize("order", list(permutations(["abort", "report", "report"])))
-def test_abort_and_completion_in_any_order(order: tuple[str, ...]) -> None:
-    """Scenario 34."""
-    engine = parked()
+ORDERS = {
+    "abort, completion": ["abort", "step", "report"],
+    "completion, abort": ["report", "abort", "step"],
+    "both in one step, abort first": ["abort", "report"],
+    "both in one step, while it is in flight": ["schedule", "abort", "land report"],
+    "completion twice": ["abort", "step", "report", "report"],
+    "completion twice, abort between": ["report", "abort", "report"],
+    "completion twice, then abort": ["report", "report", "abort", "step"],
+}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_abort_and_completion_in_any_order(order: list[str], depth: int) -> None:
+    """Scenario 34: no block can be had before the write has ended, and then all."""
+    engine = parked(pipeline_depth=depth)
+    blocks, ended = engine.connector.rows["a"][0], False
     for event in order:
-        if event == "abort":
-            engine.scheduler.abort_request("a")
-            engine.step()
-        else:
-            engine.step(loaded("a"))
+        match event:
+            case "abort":
+                engine.scheduler.abort_request("a")
+            case "step":
+                engine.step()
+            case "schedule":
+                engine.schedule()
+            case "report":
+                engine.step(loaded("a"))
+            case "land report":
+                engine.land(loaded("a"))
+        ended |= "report" in event
+        used = engine.kv.block_pool.num_used_blocks
+        assert ended or used == len(blocks), f"{used} blocks after {event}"
     engine.run()
     assert engine.is_idle()
 
@@ -176,18 +243,27 @@ def test_blocks_of_an_aborted_load_are_not_handed_out() -> None:
     assert engine.outputs["b"] == [next_token(range(50, 66))]
 
 
-def test_a_waiting_head_does_not_hold_up_a_loaded_request() -> None:
-    """Scenario 20."""
-    engine = Harness(20, connects=True, max_model_len=100, max_num_batched_tokens=64)
-    engine.add("b", range(48))
-    engine.connector.offers["b"] = 44
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_waiting_head_does_not_hold_up_a_loaded_request(policy: str) -> None:
+    """Scenario 20: B holds 12 of 20 blocks, A is ahead of it and needs 16. `run` sees
+    to it that no state comes back."""
+    engine = Harness(
+        20,
+        connects=True,
+        max_model_len=100,
+        max_num_batched_tokens=64,
+        policy=policy,
+    )
+    engine.add("b", range(48), priority=1)
+    engine.connector.offers["b"] = 48
     engine.step()
+    assert engine.kv.block_pool.num_used_blocks == 12
     engine.add("a", range(100, 164))
     engine.step()
     assert engine.scheduler.requests["a"].status is Status.WAITING
     engine.step(loaded("b"))
     engine.run()
-    assert set(engine.reasons) == {"a", "b"}
+    assert list(engine.reasons) == ["b", "a"]
     assert engine.is_idle()
 
 
@@ -230,15 +306,38 @@ def test_a_send_keeps_blocks_until_it_is_announced() -> None:
     assert engine.is_idle()
 
 
-def test_admission_that_fails_leaves_nothing_behind() -> None:
-    """Scenario 45: matched, not allocated, aborted; many times."""
-    engine = Harness(4, connects=True)
-    engine.add("long", range(12), max_tokens=4)
+@pytest.mark.parametrize("reserves", [False, True])
+@pytest.mark.parametrize(("mode", "usable"), [("all", 20), ("align", 13)])
+def test_admission_that_fails_leaves_nothing_behind(
+    mode: str, usable: int, reserves: bool
+) -> None:
+    """Scenario 45: a state is matched, blocks for the rest are not to be had, abort;
+    100 times."""
+    engine = Harness(
+        usable,
+        [full(), mamba(mode)],
+        connects=True,
+        max_num_batched_tokens=64,
+        scheduler_reserve_full_isl=reserves,
+    )
+    engine.add("first", range(9))
     engine.step()
-    for i in range(50):
-        engine.add(f"r{i}", range(12))
-        engine.step()
+    engine.add("first again", range(9))  # aligned states are kept where steps end
+    engine.run()
+    parked(offered=20, harness=engine, first=50)
+    pool = engine.kv.block_pool
+    before = pool.num_used_blocks, pool.num_keyed_blocks
+    for i in range(100):
+        request = engine.add(f"r{i}", [*range(8), *range(200, 222)])
+        assert engine.kv.find_computed_blocks(request)[1] == 8
+        output = engine.schedule()
+        assert output.num_scheduled_tokens == {}
+        if i % 2:
+            engine.scheduler.abort_request(f"r{i}")
+        engine.land()
         engine.scheduler.abort_request(f"r{i}")
+        assert (pool.num_used_blocks, pool.num_keyed_blocks) == before
+    engine.step(loaded("a"))
     engine.run()
     assert engine.is_idle()
 

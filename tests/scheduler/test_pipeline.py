@@ -3,7 +3,8 @@
 import pytest
 
 from kvplugin.errors import IntegrityError
-from tests.scheduler.harness import Harness, full, next_token, window
+from kvplugin.scheduler import Status
+from tests.scheduler.harness import Harness, full, loaded, next_token, window
 
 
 def expected(prompt: list[int], n: int) -> list[int]:
@@ -57,34 +58,52 @@ def test_outputs_come_in_order() -> None:
 
 
 def test_blocks_of_a_step_in_flight_are_not_handed_out() -> None:
-    """Scenario 2: R ends by the output of step N while N+1 writes its blocks."""
-    engine = Harness(3, pipeline_depth=2)
+    """Scenario 2: R ends by the output of step N while N+1 writes its blocks, and C
+    wants them for a load."""
+    engine = Harness(3, pipeline_depth=2, connects=True)
     engine.add("r", range(7), max_tokens=4)
+    last = next_token(range(7))
+    engine.scheduler.requests["r"].stop_token_ids = frozenset([last])
     engine.schedule()
     engine.schedule()  # writes token 7 into block 2 of r
-    engine.scheduler.abort_request("r")
-    engine.add("c", range(50, 57))
+    engine.add("c", range(50, 58))
+    engine.connector.offers["c"] = 7
     engine.land()
-    assert engine.schedule().num_scheduled_tokens == {}, "step 2 may still write"
+    assert engine.outputs["r"] == [last]
+    assert engine.kv.block_pool.get_num_free_blocks() == 1, "step 2 may still write"
+    engine.schedule()
+    assert engine.scheduler.requests["c"].status is Status.WAITING
     engine.land()
-    assert engine.schedule().num_scheduled_tokens == {"c": 7}
+    engine.schedule()
+    assert engine.scheduler.requests["c"].status is Status.LOADING
+    assert len(engine.rows("c")[0]) == 2
+    engine.land()
+    engine.step(loaded("c"))
     engine.run()
-    assert engine.outputs["c"] == expected([*range(50, 57)], 1)
+    assert engine.outputs["c"] == expected([*range(50, 58)], 1)
     assert engine.is_idle()
+    assert engine.kv.block_pool.get_num_free_blocks() == 3
 
 
 def test_fenced_victims_are_not_preempted_in_vain() -> None:
-    """Scenario 50: at most one victim until blocks come back, then progress."""
+    """Scenario 50: three run, a step in flight holds the blocks of each, and one needs
+    more: at most one victim until blocks come back, then progress."""
     engine = Harness(6, pipeline_depth=2, max_num_batched_tokens=32)
-    for i in range(3):
-        engine.add(f"r{i}", range(10 * i, 10 * i + 7), max_tokens=8)
+    requests = [
+        engine.add(f"r{i}", range(10 * i, 10 * i + 7), max_tokens=8) for i in range(3)
+    ]
     engine.schedule()
-    victims = 0
-    for _ in range(3):
+    engine.schedule()
+    engine.land()
+    assert len(engine.schedule().num_scheduled_tokens) < 3, "there is room for all"
+    assert sum(request.num_preemptions for request in requests) == 1
+    assert engine.scheduler.state()["held"], "the victim's blocks are fenced"
+    engine.land()
+    for _ in range(2):
+        before = sum(request.num_preemptions for request in requests)
         engine.schedule()
-        victims = max(victims, len(engine.scheduler.state()["waiting"]))
+        assert sum(request.num_preemptions for request in requests) <= before + 1
         engine.land()
-    assert victims <= 1
     engine.run()
     for i in range(3):
         assert engine.outputs[f"r{i}"] == expected([*range(10 * i, 10 * i + 7)], 8)
@@ -107,16 +126,21 @@ def test_a_result_that_its_request_did_not_survive_is_discarded() -> None:
 def test_window_blocks_are_freed_on_settled_tokens() -> None:
     """Scenario 3: W=8, 12 settled tokens, then 1 token and 3 drafts, all rejected."""
     engine = Harness(20, [window(8)], drafts=3)
-    engine.add("a", range(11), max_tokens=8)
+    request = engine.add("a", range(11), max_tokens=8)
     engine.step()
-    assert engine.scheduler.requests["a"].request.num_computed_tokens == 11
     engine.step(accepted=0)
+    assert request.num_computed_tokens == 12
     output = engine.schedule()
     assert output.scheduled_spec_decode_tokens == {"a": [1, 1, 1]}
-    assert engine.rows("a")[0][1], "positions 6.. are still read"
+    assert request.num_computed_tokens == 16
+    # An engine that schedules the next step now must not free for these 16.
+    assert engine.kv.allocate_slots(request, 1) is not None
+    assert [bool(block) for block in engine.rows("a")[0]] == [False, *[True] * 4]
     engine.land(accepted=0)
-    assert engine.scheduler.requests["a"].request.num_computed_tokens == 13
-    assert engine.rows("a")[0][1]
+    assert request.num_computed_tokens == 13
+    engine.schedule()
+    assert all(engine.rows("a")[0][1:]), "positions 6.. are still read"
+    engine.land()
     engine.run()
     assert engine.is_idle()
 

@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvplugin.block import NULL_BLOCK
-from kvplugin.request import Request, RequestError
-from kvplugin.scheduler import Scheduler, SchedulerConfig
+from kvplugin.request import RequestError
 from kvplugin.spec import KVCacheSpec
-from kvplugin.testing import ToyModel, identity_of_request
-from kvplugin.testing.remote import RemoteLoad
-from tests.core.manager_setups import FORMAT, chunk, full, mamba, window
-from tests.testing.driver import MAX_LEN
-from tests.testing.lab import BUDGET, Lab
+from tests.core.manager_setups import chunk, full, mamba, window
+from tests.testing.lab import Lab
 
 DRAFTS = 2
 STEPS = 100
@@ -31,8 +26,6 @@ class Mix:
     specs: Callable[[int], tuple[KVCacheSpec, ...]]
     """Groups of a model with this many drafts a step."""
     usable: int
-    by_priority: bool = True
-    """Whether some runs go by priority."""
 
 
 MIXES = {
@@ -43,27 +36,12 @@ MIXES = {
     "full+coarse window": Mix(lambda _: (full(), window(10, 8)), 20),
     "chunk+full": Mix(lambda _: (chunk(8), full()), 22),
     "full+states": Mix(lambda n: (full(), mamba("all", drafts=n)), 28),
-    # LEFT OUT: priorities. With drafts, blocks of a share that is taken back are free
-    # and are zeroed all the same (`new_block_ids_to_zero`): oracle 2 takes it ill.
-    "full+aligned states": Mix(
-        lambda n: (full(), mamba("align", drafts=n)),
-        24,
-        by_priority=False,
-    ),
+    "full+aligned states": Mix(lambda n: (full(), mamba("align", drafts=n)), 24),
 }
 
 
-class WatchedScheduler(Scheduler):
-    """Whose state tells of requests that gave up on loads: two that fail one after the
-    other may leave everything else as it was."""
-
-    def state(self) -> dict[str, Any]:
-        given_up = [id_ for id_, e in self.requests.items() if e.skips_external]
-        return super().state() | {"given_up": given_up}
-
-
 class PressedLab(Lab):
-    """A laboratory with drafts and a clock, in which anything happens by a seed."""
+    """A laboratory in which anything happens by a seed."""
 
     def __init__(
         self,
@@ -71,67 +49,21 @@ class PressedLab(Lab):
         usable: int,
         *,
         seed: int = 0,
-        depth: int = 1,
         synchronous: bool = False,
         drafts: int = 0,
         **settings: Any,
     ) -> None:
-        super().__init__(specs, usable, depth=depth, synchronous=synchronous)
+        super().__init__(
+            specs,
+            usable,
+            synchronous=synchronous,
+            drafts=drafts,
+            lookahead=drafts,
+            **settings,
+        )
         self.random = Random(seed)
         self.synchronous = synchronous
-        self.now = 0.0
         self.happened: Counter[str] = Counter()
-        if synchronous:
-            self.worker._blocks_of = self.loaded_blocks  # type: ignore
-        self.scheduler = WatchedScheduler(
-            self.kv,
-            SchedulerConfig(
-                **{"max_num_batched_tokens": BUDGET, "pipeline_depth": depth}
-                | {"num_lookahead_tokens": drafts}
-                | settings
-            ),
-            connector=self.remote,
-            loads_synchronously=synchronous,
-            clock=lambda: self.now,
-        )
-        self.model = ToyModel(
-            self.memory,
-            depth=depth,
-            num_drafts=drafts,
-            num_lookahead_tokens=drafts,
-            max_model_len=MAX_LEN,
-            identity_of=lambda id_: identity_of_request(self.requests[id_]),
-            tokens_of=lambda id_: self.requests[id_].all_token_ids,
-            workers=[self.worker],
-        )
-
-    def add(self, prompt: Sequence[int], n: int, *, remote_tokens: int = 0) -> None:
-        """As in the base, but with some priority where that matters, and without
-        memory of a request that is refused."""
-        id_ = f"r{len(self.requests)}"
-        by_priority = self.scheduler.config.policy == "priority"
-        request = Request(
-            id_,
-            prompt,
-            hash_format=FORMAT,
-            hash_block_size=self.hash_size,
-            priority=self.random.randrange(4) if by_priority else 0,
-        )
-        self.scheduler.add_request(request, n)
-        self.requests[id_], self.outputs[id_] = request, []
-        self.remote.offers[id_] = remote_tokens
-
-    def loaded_blocks(self, load: RemoteLoad) -> list[int]:
-        """A synchronous load that fails names its own blocks only, not those that are
-        computed after them."""
-        return [
-            block
-            for group, row in zip(self.memory.groups, load.rows, strict=True)
-            for block in row[
-                load.start // group.block_size : -(-load.stop // group.block_size)
-            ]
-            if block != NULL_BLOCK
-        ]
 
     # -- what may happen -----------------------------------------------------------
 
@@ -150,8 +82,10 @@ class PressedLab(Lab):
             self.worker.fails.add(id_)
         if rnd.random() < 0.1:
             self.remote.undecided.add(id_)
+        by_priority = self.scheduler.config.policy == "priority"
+        n, priority = rnd.randrange(1, 14), rnd.randrange(4) if by_priority else 0
         try:
-            self.add(prompt, rnd.randrange(1, 14), remote_tokens=offered)
+            self.add(prompt, n, remote_tokens=offered, priority=priority)
         except RequestError:
             self.happened["refused"] += 1
 
@@ -269,7 +203,7 @@ def runs(name: str, seeds: Sequence[int]) -> Counter[str]:
                 depth=depth,
                 synchronous=synchronous,
                 drafts=drafts,
-                policy="priority" if seed % 2 and MIXES[name].by_priority else "fcfs",
+                policy="priority" if seed % 2 else "fcfs",
                 kv_load_failure_policy="fail" if seed % 3 == 2 else "recompute",
             )
     return happened

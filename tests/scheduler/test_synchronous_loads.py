@@ -1,7 +1,9 @@
 """Synchronous loads: taken for granted, and undone everywhere if they fail."""
 
+from kvplugin.block import NULL_BLOCK
 from kvplugin.scheduler import Status
 from tests.scheduler.harness import Harness, full, next_token, window
+from tests.testing.lab import Lab
 
 
 def started(*groups: object, offered: int = 80, **settings: object) -> Harness:
@@ -42,6 +44,22 @@ def test_a_failed_load_preempts_and_does_not_rewind() -> None:
     assert engine.outputs["a"][0] == next_token(range(96))
     assert len(engine.outputs["a"]) == 3
     assert engine.is_idle()
+
+
+def test_a_failed_load_writes_nothing_into_the_null_block() -> None:
+    """Scenario 16, on memory that notices: the lab looks at the null block after each
+    step, and a write through an entry that was given back is an error."""
+    lab = Lab((full(16), window(32, 16)), 20, depth=2, synchronous=True)
+    lab.worker.fails.add("r0")
+    lab.add(list(range(96)), 3, remote_tokens=80)
+    lab.step()
+    assert lab.kv.get_block_ids("r0")[1][:3] == [NULL_BLOCK] * 3
+    lab.step()
+    assert lab.outputs["r0"] == [], "the token came of wrong bytes"
+    assert lab.scheduler.state()["waiting"] == ["r0"]
+    lab.drain()
+    assert lab.requests["r0"].num_preemptions == 1
+    assert len(lab.outputs["r0"]) == 3
 
 
 def test_everything_computed_on_top_leaves_the_cache() -> None:

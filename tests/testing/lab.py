@@ -1,7 +1,9 @@
 """A scheduler with everything that the laboratory has around it."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from kvplugin.hooks import Hooks
 from kvplugin.manager import KVCacheManager
 from kvplugin.request import Request
 from kvplugin.scheduler.config import SchedulerConfig
@@ -27,6 +29,21 @@ BUDGET = 16
 
 
 class Lab:
+    """Two halves of a connector, an engine that computes with toys, and a clock.
+
+    Args:
+        specs: one a group.
+        usable: blocks of the pool.
+        depth: steps in flight.
+        held: whether loads end only when a test says so.
+        synchronous: external tokens count as computed at admission.
+        drafts: tokens that the model proposes after each sample.
+        lookahead: slots that it writes behind the settled tokens.
+        caching: whether blocks can be hit.
+        hooks: the plugins that the scheduler asks; the manager's if None.
+        settings: further ones of `SchedulerConfig`.
+    """
+
     def __init__(
         self,
         specs: Sequence[KVCacheSpec],
@@ -35,19 +52,36 @@ class Lab:
         depth: int = 1,
         held: bool = True,
         synchronous: bool = False,
+        drafts: int = 0,
+        lookahead: int = 0,
+        caching: bool = True,
+        hooks: Hooks | None = None,
+        **settings: Any,
     ) -> None:
         config = config_of(specs, 1 + usable)
         self.hash_size = min(spec.block_size for spec in specs)
+        chosen = SchedulerConfig(
+            **{"max_num_batched_tokens": BUDGET}
+            | {"pipeline_depth": depth, "num_lookahead_tokens": lookahead}
+            | settings
+        )
         limits = EngineLimits(
             max_model_len=MAX_LEN,
-            max_num_batched_tokens=BUDGET,
+            max_num_batched_tokens=chosen.max_num_batched_tokens,
             max_concurrent_batches=depth,
+            num_lookahead_tokens=lookahead,
         )
         self.kv = KVCacheManager(
-            config, MAX_LEN, self.hash_size, limits=limits, hash_format=FORMAT
+            config,
+            MAX_LEN,
+            self.hash_size,
+            enable_caching=caching,
+            limits=limits,
+            hash_format=FORMAT,
         )
         self.memory = watched_content(config, self.kv.block_pool)
-        self.remote = RemoteKV()
+        self.now = 0.0
+        self.remote = self.make_remote()
         self.transport = FakeTransport(self.remote.execute(self.memory), held=held)
         self.worker = RemoteWorker(
             self.remote,
@@ -58,14 +92,19 @@ class Lab:
         )
         self.scheduler = Scheduler(
             self.kv,
-            SchedulerConfig(max_num_batched_tokens=BUDGET, pipeline_depth=depth),
+            chosen,
             connector=self.remote,
             loads_synchronously=synchronous,
+            clock=lambda: self.now,
+            hooks=hooks,
         )
         self.requests: dict[str, Request] = {}
         self.model = ToyModel(
             self.memory,
             depth=depth,
+            num_drafts=drafts,
+            num_lookahead_tokens=lookahead,
+            max_model_len=MAX_LEN,
             identity_of=lambda id_: identity_of_request(self.requests[id_]),
             tokens_of=lambda id_: self.requests[id_].all_token_ids,
             workers=[self.worker],
@@ -73,14 +112,31 @@ class Lab:
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
 
-    def add(self, prompt: Sequence[int], n: int, *, remote_tokens: int = 0) -> None:
+    def make_remote(self) -> RemoteKV:
+        """The scheduler half."""
+        return RemoteKV()
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        n: int,
+        *,
+        remote_tokens: int = 0,
+        priority: int = 0,
+    ) -> str:
+        """A request arrives; its id. One that is refused leaves nothing behind."""
         id_ = f"r{len(self.requests)}"
-        self.requests[id_] = Request(
-            id_, prompt, hash_format=FORMAT, hash_block_size=self.hash_size
+        request = Request(
+            id_,
+            prompt,
+            hash_format=FORMAT,
+            hash_block_size=self.hash_size,
+            priority=priority,
         )
+        self.scheduler.add_request(request, n)
+        self.requests[id_], self.outputs[id_] = request, []
         self.remote.offers[id_] = remote_tokens
-        self.outputs[id_] = []
-        self.scheduler.add_request(self.requests[id_], n)
+        return id_
 
     def step(self) -> None:
         """Schedule one step, and execute what must be executed before the next."""

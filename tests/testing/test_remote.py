@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvplugin.block import NULL_BLOCK
 from kvplugin.spec import KVCacheSpec
 from kvplugin.testing import Action, ContentError, explore
 from tests.core.manager_setups import full, mamba, window
@@ -48,6 +49,23 @@ def test_a_synchronous_load_that_fails(depth: int) -> None:
     lab.add([*PROMPT[:16], 7, 8], 3)
     lab.drain()
     assert lab.reasons == {"r0": "length", "r1": "length"}
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_failed_load_names_the_blocks_that_it_was_to_fill(synchronous: bool) -> None:
+    """And not those of tokens that the engine computes itself."""
+    lab = Lab((full(), window(6)), 40, synchronous=synchronous)
+    lab.worker.fails.add("r0")
+    lab.add(PROMPT, 3, remote_tokens=10)
+    lab.step()
+    for job in lab.transport.pending:
+        lab.transport.fail(job.id)
+    lab.step()
+    (load,) = lab.remote.loads.values()
+    dense, sparse = load.rows
+    assert sparse[0] == NULL_BLOCK, "no later token reads it"
+    assert lab.remote.distrusted == [{*dense[:3], *sparse[1:3]}]
+    lab.drain()
 
 
 def test_a_load_that_says_it_came_and_did_not() -> None:
