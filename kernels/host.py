@@ -13,21 +13,15 @@ thread that polls without sleeping, each return to the interpreter waits some fi
 milliseconds.
 """
 
-import functools
-import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from kvplugin.errors import ConfigError, unknown_name
 from kvplugin.kernels import _numpy_copy
-from kvplugin.kernels.region import Copy, Ids, Pairs, Region, join_neighbours
+from kvplugin.kernels.engines import Engine, choose
+from kvplugin.kernels.ids import AnyIds, checked_pairs
+from kvplugin.kernels.region import Copy, Pairs, Region, join_neighbours
 
 __all__ = ["BlockCopier", "Region", "warm_up"]
-
-logger = logging.getLogger("vllm.kvplugin.kernels")
 
 
 class BlockCopier:
@@ -56,7 +50,7 @@ class BlockCopier:
         sources: Sequence[Region],
         targets: Sequence[Region],
         *,
-        engine: Literal["auto", "numba", "numpy"] = "auto",
+        engine: Engine = "auto",
     ) -> None:
         _check_sides(sources, targets)
         self._source_blocks = min(region.blocks for region in sources)
@@ -70,11 +64,7 @@ class BlockCopier:
         """Bytes of one block over all regions."""
         return self._block_bytes
 
-    def copy(
-        self,
-        source_ids: Sequence[int] | npt.NDArray[np.integer],
-        target_ids: Sequence[int] | npt.NDArray[np.integer],
-    ) -> int:
+    def copy(self, source_ids: AnyIds, target_ids: AnyIds) -> int:
         """Copy block source_ids[i] to block target_ids[i], for every i.
 
         Blocks are copied in no particular order; nothing is copied unless all ids
@@ -93,17 +83,12 @@ class BlockCopier:
             ValueError: ids are not flat lists of integers of one length, are out of
                 range, or a target id is repeated.
         """
-        sources, targets = _as_ids(source_ids, "source"), _as_ids(target_ids, "target")
-        if len(sources) != len(targets):
-            raise ValueError(
-                f"{len(sources)} source ids do not pair with {len(targets)} target ids"
-            )
+        sources, targets = checked_pairs(
+            source_ids, target_ids, self._source_blocks, self._target_blocks
+        )
         if not len(sources):
             return 0
-        _check_range(sources, self._source_blocks, "source")
-        _check_range(targets, self._target_blocks, "target")
-        _check_distinct(targets, self._target_blocks)
-        self._copy(*_by_source(sources, targets))
+        self._copy(sources, targets)
         return len(sources) * self._block_bytes
 
 
@@ -128,73 +113,9 @@ def _check_sides(sources: Sequence[Region], targets: Sequence[Region]) -> None:
             )
 
 
-def _as_ids(ids: Sequence[int] | npt.NDArray[np.integer], side: str) -> Ids:
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"{side} ids must be a flat list of integers, not {array.dtype} of shape "
-            f"{array.shape}"
-        )
-    # Always a copy: writable, contiguous, and no one else's to change in mid-copy.
-    return np.array(array, dtype=np.int64)
-
-
-def _check_range(ids: Ids, blocks: int, side: str) -> None:
-    for extreme in (int(ids.min()), int(ids.max())):
-        if not 0 <= extreme < blocks:
-            raise ValueError(
-                f"{side} id {extreme} is out of range: there are {blocks} blocks, "
-                f"0 to {blocks - 1}"
-            )
-
-
-def _check_distinct(targets: Ids, blocks: int) -> None:
-    seen = np.zeros(blocks, np.bool_)
-    seen[targets] = True
-    if np.count_nonzero(seen) < len(targets):
-        ids, counts = np.unique(targets, return_counts=True)
-        raise ValueError(f"target id {ids[counts > 1][0]} appears more than once")
-
-
-def _by_source(sources: Ids, targets: Ids) -> tuple[Ids, Ids]:
-    """Pairs in order of the source, where runs that can be joined lie side by side.
-
-    Reading upwards is also the faster order, writing upwards less so.
-    """
-    # Ids have 31 bits: one number a pair sorts faster than an argsort of the sources.
-    pairs = (sources << 32) | targets
-    pairs.sort()
-    return pairs >> 32, pairs & 0xFFFF_FFFF
-
-
 _Bind: TypeAlias = Callable[[Pairs], Copy]
 
 
-def _bind(name: str) -> _Bind:
-    """The `bind` of the named engine."""
-    if name not in ("auto", "numba", "numpy"):
-        raise unknown_name("copy engine", name, ("auto", "numba", "numpy"), "engine")
-    numba_bind = _numba_bind() if name != "numpy" else None
-    if isinstance(numba_bind, ImportError) and name == "numba":
-        raise ConfigError(
-            f"engine 'numba' can't be used ({numba_bind}): install numba, or set "
-            "engine to 'auto'"
-        ) from numba_bind
-    if numba_bind is None or isinstance(numba_bind, ImportError):
-        return _numpy_copy.bind
-    return numba_bind
-
-
-@functools.cache
-def _numba_bind() -> _Bind | ImportError:
-    """Compile the numba engine, once a process (the import lock sees to that)."""
-    try:
-        from kvplugin.kernels import _numba_copy
-    except ImportError as error:
-        logger.warning(
-            "numba can't be used (%s): copies of KV blocks go through numpy, at a "
-            "third of the speed",
-            error,
-        )
-        return error
-    return _numba_copy.bind
+def _bind(engine: Engine) -> _Bind:
+    bind: _Bind = choose(engine, "_numba_copy", _numpy_copy).bind
+    return bind

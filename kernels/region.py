@@ -1,10 +1,11 @@
-"""What a copy engine is given: regions of memory in pairs, and ids to pair up.
+"""What an engine is given: regions of memory, in pairs to copy, and ids.
 
-Types shared by `host.py` and its engines.
+Types shared by the operations of this package and their engines.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -83,3 +84,24 @@ def join_neighbours(pairs: Iterable[tuple[Region, Region]]) -> Pairs:
                 continue
         joined.append((source, target))
     return joined
+
+
+def staging_regions(address: int, sizes: Sequence[int], blocks: int) -> list[Region]:
+    """A buffer that holds whole blocks one after the other, as one side of a copy.
+
+    Copying to it gathers, copying from it scatters; block i lies at i times the sum
+    of the sizes.
+
+    Args:
+        address: where the buffer begins.
+        sizes: bytes of a block's runs, in order: those of the other side's regions.
+        blocks: that fit the buffer.
+
+    Raises:
+        ValueError: as `Region`.
+    """
+    stride, offsets = sum(sizes), accumulate(sizes, initial=0)
+    return [
+        Region(address + offset, stride, nbytes, blocks)
+        for offset, nbytes in zip(offsets, sizes, strict=False)
+    ]

@@ -175,9 +175,9 @@ class SchedulerHalf(Protocol):
         """Blocks are there. `block_ids` is the whole row a group, local hits
         included; the last `num_external_tokens` of it are to be loaded.
 
-        What counts as computed is `request.num_computed_tokens`: one token less than
-        was offered where that was the whole prompt, whose last token is computed in
-        any case. A recurrent state must be the one after exactly so many tokens."""
+        Of a whole prompt one token less counts as computed than is loaded: its last
+        token is computed in any case. A recurrent state must then be the one after
+        `num_tokens - 1` tokens, so who has none must not offer the last token."""
 
     def plan_step(self, step: Step) -> bytes:
         """The message to the worker halves; empty for nothing."""
