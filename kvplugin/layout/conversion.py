@@ -206,7 +206,13 @@ def _join(boxes: Sequence[Box]) -> tuple[Box, ...]:
             joined[-1] = replace(joined[-1], nbytes=joined[-1].nbytes + box.nbytes)
         else:
             joined.append(box)
-    return tuple(joined)
+    return tuple(_merge_again(box) for box in joined)
+
+
+def _merge_again(box: Box) -> Box:
+    """Joined rows may fill what lay between them."""
+    axes, nbytes = _merge(box.axes, box.nbytes)
+    return replace(box, axes=axes, nbytes=nbytes)
 
 
 def _continues(box: Box, before: Box) -> bool:

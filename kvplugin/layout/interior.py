@@ -4,6 +4,7 @@ A *row* is what one token keeps for one head, contiguous bytes: a key, a value, 
 one, or a latent. Backends differ in the order of everything outside a row.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -55,13 +56,46 @@ class KVLayout:
         if min(sizes) < 1:
             raise LayoutMismatchError(f"a KV layout with an empty axis: {self}")
         for part in self.parts:
-            axes = (
-                (self.num_blocks, part.block_stride),
-                (self.tokens, part.token_stride),
-                (self.heads, part.head_stride),
-            )
+            axes = self._axes(part)
             if part.offset < 0 or part.row_bytes < 1 or overlaps(axes, part.row_bytes):
                 raise LayoutMismatchError(f"rows of part {part.name!r} overlap: {self}")
+        for one, other in itertools.combinations(self.parts, 2):
+            if not self._are_apart(*sorted((one, other), key=lambda p: p.offset)):
+                raise LayoutMismatchError(
+                    f"rows of parts {one.name!r} and {other.name!r} overlap: {self}"
+                )
+
+    def _axes(self, part: Part) -> tuple[tuple[int, int], ...]:
+        return (
+            (self.num_blocks, part.block_stride),
+            (self.tokens, part.token_stride),
+            (self.heads, part.head_stride),
+        )
+
+    def _are_apart(self, first: Part, second: Part) -> bool:
+        """Whether rows of two parts, the first at the smaller offset, never meet: what
+        steps by less than their distance fits into it, and what steps by more steps
+        over both."""
+        distance = second.offset - first.offset
+        within = [self._span(part, distance) for part in (first, second)]
+        outside = [
+            (size, stride)
+            for part in (first, second)
+            for size, stride in self._axes(part)
+            if size > 1 and stride >= distance
+        ]
+        # Parts may step differently inside, but not where they alternate.
+        alike = outside[: len(outside) // 2] == outside[len(outside) // 2 :]
+        return (
+            within[0] <= distance
+            and (alike or not outside)
+            and not overlaps(outside[: len(outside) // 2], distance + within[1])
+        )
+
+    def _span(self, part: Part, distance: int) -> int:
+        """Bytes of all rows that are reached by steps below a distance."""
+        steps = [(n, step) for n, step in self._axes(part) if step < distance]
+        return part.row_bytes + sum((n - 1) * step for n, step in steps)
 
     def row(self, part: int, block: int, token: int, head: int) -> int:
         """Offset in bytes of one row."""
