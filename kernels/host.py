@@ -19,7 +19,7 @@ from typing import TypeAlias
 from kvplugin.kernels import _numpy_copy
 from kvplugin.kernels.engines import Engine, choose
 from kvplugin.kernels.ids import AnyIds, checked_pairs
-from kvplugin.kernels.region import Copy, Pairs, Region, join_neighbours
+from kvplugin.kernels.region import Copy, Pairs, Region, check_sides, join_neighbours
 
 __all__ = ["BlockCopier", "Region", "warm_up"]
 
@@ -52,7 +52,7 @@ class BlockCopier:
         *,
         engine: Engine = "auto",
     ) -> None:
-        _check_sides(sources, targets)
+        check_sides(sources, targets)
         self._source_blocks = min(region.blocks for region in sources)
         self._target_blocks = min(region.blocks for region in targets)
         self._block_bytes = sum(region.nbytes for region in sources)
@@ -95,22 +95,6 @@ class BlockCopier:
 def warm_up() -> None:
     """Compile what the first copier of this process would have to compile."""
     _bind("auto")
-
-
-def _check_sides(sources: Sequence[Region], targets: Sequence[Region]) -> None:
-    if len(sources) != len(targets):
-        raise ValueError(
-            f"{len(sources)} source regions do not pair with "
-            f"{len(targets)} target regions"
-        )
-    if not sources:
-        raise ValueError("a copier needs at least one region a side")
-    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        if source.nbytes != target.nbytes:
-            raise ValueError(
-                f"region {i} has {source.nbytes} bytes a block in the source and "
-                f"{target.nbytes} in the target"
-            )
 
 
 _Bind: TypeAlias = Callable[[Pairs], Copy]

@@ -65,6 +65,27 @@ Copy: TypeAlias = Callable[[Ids, Ids], None]
 """Copies blocks from source ids to as many target ids, each of which comes once."""
 
 
+def check_sides(sources: Sequence[Region], targets: Sequence[Region]) -> None:
+    """Check that regions pair up.
+
+    Raises:
+        ValueError: the sides differ in length or in a region's bytes, or are empty.
+    """
+    if len(sources) != len(targets):
+        raise ValueError(
+            f"{len(sources)} source regions do not pair with "
+            f"{len(targets)} target regions"
+        )
+    if not sources:
+        raise ValueError("a copier needs at least one region a side")
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if source.nbytes != target.nbytes:
+            raise ValueError(
+                f"region {i} has {source.nbytes} bytes a block in the source and "
+                f"{target.nbytes} in the target"
+            )
+
+
 def join_neighbours(pairs: Iterable[tuple[Region, Region]]) -> Pairs:
     """The same bytes in fewer pairs.
 
@@ -86,21 +107,23 @@ def join_neighbours(pairs: Iterable[tuple[Region, Region]]) -> Pairs:
     return joined
 
 
-def staging_regions(address: int, sizes: Sequence[int], blocks: int) -> list[Region]:
+def staging_regions(
+    address: int, sizes: Sequence[int], blocks: int, stride: int | None = None
+) -> list[Region]:
     """A buffer that holds whole blocks one after the other, as one side of a copy.
 
-    Copying to it gathers, copying from it scatters; block i lies at i times the sum
-    of the sizes.
+    Copying to it gathers, copying from it scatters; block i lies at i times `stride`.
 
     Args:
         address: where the buffer begins.
         sizes: bytes of a block's runs, in order: those of the other side's regions.
         blocks: that fit the buffer.
+        stride: bytes from one block to the next; None for the sum of the sizes.
 
     Raises:
         ValueError: as `Region`.
     """
-    stride, offsets = sum(sizes), accumulate(sizes, initial=0)
+    stride, offsets = stride or sum(sizes), accumulate(sizes, initial=0)
     return [
         Region(address + offset, stride, nbytes, blocks)
         for offset, nbytes in zip(offsets, sizes, strict=False)

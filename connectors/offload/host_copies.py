@@ -6,6 +6,7 @@ from kvplugin.connectors.offload.memory import HostMemory
 from kvplugin.contract import CopyJob, GroupInfo, KVTensor
 from kvplugin.errors import IntegrityError
 from kvplugin.kernels.host import BlockCopier, Region, warm_up
+from kvplugin.kernels.region import staging_regions
 from kvplugin.layout import block_runs
 
 
@@ -47,26 +48,15 @@ class HostCopies:
         """
         self._memory = HostMemory(host_blocks * self._block_bytes)
         for group, engine in self._engine.items():
-            host = self._host_regions(self._memory, engine, host_blocks)
+            host = staging_regions(
+                self._memory.address,
+                [region.nbytes for region in engine],
+                host_blocks,
+                self._block_bytes,
+            )
             self._copiers[group, True] = BlockCopier(engine, host)
             self._copiers[group, False] = BlockCopier(host, engine)
         return self._memory.nbytes
-
-    def _host_regions(
-        self, memory: HostMemory, engine: list[Region], host_blocks: int
-    ) -> list[Region]:
-        regions, offset = [], 0
-        for region in engine:
-            regions.append(
-                Region(
-                    memory.address + offset,
-                    self._block_bytes,
-                    region.nbytes,
-                    host_blocks,
-                )
-            )
-            offset += region.nbytes
-        return regions
 
     def execute(self, job: CopyJob) -> int:
         """Copy a job's blocks; returns the bytes copied.

@@ -99,7 +99,10 @@ class Conversion:
 
         Raises:
             LayoutMismatchError: a row is too short, or too long for None.
+            ValueError: `num_tokens` is negative.
         """
+        if num_tokens is not None and num_tokens < 0:
+            raise ValueError(f"num_tokens {num_tokens} is negative")
         room = min(
             len(source_ids) * self.source_chunks, len(target_ids) * self.target_chunks
         )
