@@ -18,7 +18,6 @@ from kvplugin.spec.attention import (
 )
 from kvplugin.spec.base import AttentionSpec, KVCacheSpec, NotMergeableError
 from kvplugin.spec.config import (
-    ZEROED_KINDS,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
@@ -33,13 +32,14 @@ from kvplugin.spec.limits import (
 )
 from kvplugin.spec.mamba import MambaSpec
 from kvplugin.spec.uniform import UniformTypeKVCacheSpecs, layer_spec
+from kvplugin.spec.zeroing import UNWRITTEN, Unwritten, unwritten, zeroing_reasons
 
 __all__ = [
     "DTYPE_BYTES",
     "FP8_DS_MLA",
     "FP8_DS_MLA_BYTES",
     "MAMBA_CACHE_MODES",
-    "ZEROED_KINDS",
+    "UNWRITTEN",
     "AttentionSpec",
     "ChunkedLocalAttentionSpec",
     "CrossAttentionSpec",
@@ -57,10 +57,13 @@ __all__ = [
     "SinkFullAttentionSpec",
     "SlidingWindowSpec",
     "UniformTypeKVCacheSpecs",
+    "Unwritten",
     "cdiv",
     "check_mamba_cache_mode",
     "check_positive",
     "dtype_bytes",
     "dtype_name",
     "layer_spec",
+    "unwritten",
+    "zeroing_reasons",
 ]

@@ -5,15 +5,11 @@ The scheduler reads groups and the number of blocks; the worker reads tensors.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
-from kvplugin.spec.base import AttentionSpec, KVCacheSpec
-from kvplugin.spec.dtypes import dtype_name
+from kvplugin.spec.base import KVCacheSpec
 from kvplugin.spec.mamba import MambaSpec
 from kvplugin.spec.uniform import UniformTypeKVCacheSpecs, layer_spec
-
-ZEROED_KINDS: Final[tuple[type[KVCacheSpec], ...]] = (MambaSpec,)
-"""Kinds whose new blocks are zeroed: what an old request left would be read."""
+from kvplugin.spec.zeroing import zeroing_reasons
 
 
 @dataclass(frozen=True)
@@ -94,19 +90,9 @@ class KVCacheConfig:
     def needs_kv_cache_zeroing(self) -> bool:
         """Whether new blocks must be zeroed before they are read.
 
-        By kind (`ZEROED_KINDS`), and as in 0.32 where groups differ in dtype: their
-        layers lie in one tensor, bytes written as one dtype may be a NaN in the
-        other, and a masked NaN is still a NaN. Layers of one group never meet.
+        See `kvplugin.spec.zeroing_reasons`.
         """
-        if any(isinstance(spec, ZEROED_KINDS) for spec in self._specs()):
-            return True
-        group_specs = [group.kv_cache_spec for group in self.kv_cache_groups]
-        dtypes = {
-            dtype_name(spec.dtype)
-            for spec in group_specs
-            if isinstance(spec, AttentionSpec)
-        }
-        return len(dtypes) > 1
+        return bool(zeroing_reasons(self.kv_cache_groups))
 
     def _specs(self) -> Iterable[KVCacheSpec]:
         """The specs of all layers that have one of their own."""
