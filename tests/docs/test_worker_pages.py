@@ -11,7 +11,7 @@ import pytest
 from kvplugin.kernels import dispatch
 from tests.docs.test_core_pages import CODE, ROOT, page, rows
 
-PAGES = ["kernels.md"]
+PAGES = ["kernels.md", "worker.md"]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -39,3 +39,10 @@ def test_every_operation_stands_in_the_table() -> None:
         name for row in table for name in re.findall(r"`(\w+\.py)`", row[2] + row[3])
     }
     assert [name for name in files if not (ROOT / "kernels" / name).exists()] == []
+
+
+def test_the_table_of_the_worker_lists_every_file() -> None:
+    table = [row for row in rows("worker.md") if len(row) == 2][1:]
+    listed = [name for row in table for name in re.findall(r"`(\w+\.py)`", row[0])]
+    files = {path.name for path in (ROOT / "kvplugin" / "worker").glob("*.py")}
+    assert sorted(listed) == sorted(files - {"__init__.py"})
