@@ -1,21 +1,45 @@
 """The fault laboratory: what authors of connectors, policies and engines test with.
 
 Importing this package imports nothing else; names come from their modules when asked
-for. Its parts: `transport`, `faults` and `remote` (transfers), `content` and
-`pool_watch` (whose bytes a block holds), `toy_model` (a worker that notices every wrong
-byte), `orders` (every interleaving), `oracles` and `estimates` (what must hold).
+for, by `import *` too. Its parts: `lab` (all of it around a scheduler), `transport`,
+`faults` and `remote` (transfers), `content` and `pool_watch` (whose bytes a block
+holds), `toy_model` (a worker that notices every wrong byte), `orders` (every
+interleaving), `oracles`, `progress`, `estimates` and `policy_watch` (what must hold).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from kvplugin.testing.content import ContentModel as ContentModel
+    from kvplugin.testing.content import (
+        ContentModel as ContentModel,
+    )
     from kvplugin.testing.estimates import (
         assert_estimate as assert_estimate,
     )
     from kvplugin.testing.estimates import (
         brute_force_blocks as brute_force_blocks,
+    )
+    from kvplugin.testing.faults import (
+        COMPLETES as COMPLETES,
+    )
+    from kvplugin.testing.faults import (
+        FAILS as FAILS,
+    )
+    from kvplugin.testing.faults import (
+        LATE as LATE,
+    )
+    from kvplugin.testing.faults import (
+        NEVER_ENDS as NEVER_ENDS,
+    )
+    from kvplugin.testing.faults import (
+        REPORTED_LATE as REPORTED_LATE,
+    )
+    from kvplugin.testing.faults import (
+        TORN as TORN,
+    )
+    from kvplugin.testing.faults import (
+        TWICE as TWICE,
     )
     from kvplugin.testing.faults import (
         ContentTier as ContentTier,
@@ -26,14 +50,14 @@ if TYPE_CHECKING:
     from kvplugin.testing.faults import (
         FaultyTransport as FaultyTransport,
     )
+    from kvplugin.testing.lab import (
+        Lab as Lab,
+    )
     from kvplugin.testing.oracles import (
         CounterWatch as CounterWatch,
     )
     from kvplugin.testing.oracles import (
         EventReplay as EventReplay,
-    )
-    from kvplugin.testing.oracles import (
-        ProgressWatch as ProgressWatch,
     )
     from kvplugin.testing.oracles import (
         assert_balanced as assert_balanced,
@@ -62,11 +86,23 @@ if TYPE_CHECKING:
     from kvplugin.testing.orders import (
         run_order as run_order,
     )
+    from kvplugin.testing.policy_watch import (
+        PolicyError as PolicyError,
+    )
+    from kvplugin.testing.policy_watch import (
+        strict_policies as strict_policies,
+    )
+    from kvplugin.testing.policy_watch import (
+        watch_policy as watch_policy,
+    )
     from kvplugin.testing.pool_watch import (
         watch_pool as watch_pool,
     )
     from kvplugin.testing.pool_watch import (
         watched_content as watched_content,
+    )
+    from kvplugin.testing.progress import (
+        ProgressWatch as ProgressWatch,
     )
     from kvplugin.testing.remote import (
         RemoteKV as RemoteKV,
@@ -95,25 +131,44 @@ if TYPE_CHECKING:
     from kvplugin.testing.slots import (
         Void as Void,
     )
-    from kvplugin.testing.toy_model import ToyModel as ToyModel
-    from kvplugin.testing.toy_reference import reference as reference
-    from kvplugin.testing.transport import FakeTransport as FakeTransport
+    from kvplugin.testing.toy_model import (
+        ToyModel as ToyModel,
+    )
+    from kvplugin.testing.toy_reference import (
+        reference as reference,
+    )
+    from kvplugin.testing.transport import (
+        FakeTransport as FakeTransport,
+    )
 
 _EXPORTS: Final[dict[str, tuple[str, ...]]] = {
     "content": ("ContentModel",),
     "estimates": ("assert_estimate", "brute_force_blocks"),
-    "faults": ("ContentTier", "Fate", "FaultyTransport"),
+    "faults": (
+        "COMPLETES",
+        "FAILS",
+        "LATE",
+        "NEVER_ENDS",
+        "REPORTED_LATE",
+        "TORN",
+        "TWICE",
+        "ContentTier",
+        "Fate",
+        "FaultyTransport",
+    ),
+    "lab": ("Lab",),
     "oracles": (
         "CounterWatch",
         "EventReplay",
-        "ProgressWatch",
         "assert_balanced",
         "assert_cache_content",
         "assert_equivalent",
         "assert_poisoned",
     ),
     "orders": ("Action", "Exploration", "OrderError", "explore", "run_order"),
+    "policy_watch": ("PolicyError", "strict_policies", "watch_policy"),
     "pool_watch": ("watch_pool", "watched_content"),
+    "progress": ("ProgressWatch",),
     "remote": ("RemoteKV", "RemoteWorker"),
     "rules": ("GroupModel", "Identity", "group_models", "identity_of_request"),
     "slots": ("ContentError", "Row", "Void"),
@@ -124,6 +179,7 @@ _EXPORTS: Final[dict[str, tuple[str, ...]]] = {
 _MODULE_OF: Final = {
     name: module for module, names in _EXPORTS.items() for name in names
 }
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

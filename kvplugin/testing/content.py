@@ -14,15 +14,13 @@ somebody else meanwhile.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from kvplugin.block import NULL_BLOCK
+from kvplugin.testing.block_memory import BlockMemory
 from kvplugin.testing.rules import GroupModel
 from kvplugin.testing.slots import (
     STATE_SLOT,
     WRONG,
-    BlockContent,
-    Content,
     ContentError,
     Row,
     Slot,
@@ -31,16 +29,7 @@ from kvplugin.testing.slots import (
 )
 
 
-@dataclass(slots=True)
-class _Block:
-    fill: Void = Void.UNWRITTEN
-    """What slots without an entry hold."""
-    slots: dict[int, Content] = field(default_factory=dict)
-    grant: int = 0
-    """How often it was handed out."""
-
-
-class ContentModel:
+class ContentModel(BlockMemory):
     """One rank's KV memory.
 
     Args:
@@ -59,49 +48,9 @@ class ContentModel:
         in_use: Callable[[int], bool] | None = None,
         strict: bool = True,
     ) -> None:
+        super().__init__(num_blocks, in_use)
         self.groups = tuple(groups)
         self.strict = strict
-        self.in_use = in_use
-        self._blocks = [_Block() for _ in range(num_blocks)]
-
-    # -- the pool ------------------------------------------------------------------
-
-    def grants(self) -> list[int]:
-        """How often each block was handed out so far."""
-        return [block.grant for block in self._blocks]
-
-    def handed_out(self, blocks: Iterable[int]) -> None:
-        """The blocks have a new owner: what they held is nobody's to read."""
-        for block in blocks:
-            self._blocks[block].grant += 1
-            self._fill(block, Void.POISONED)
-
-    def poison(self, blocks: Iterable[int]) -> None:
-        """The blocks are free and hold nothing that can be hit."""
-        for block in blocks:
-            self._fill(block, Void.POISONED)
-
-    def zero(self, blocks: Iterable[int]) -> None:
-        """Zero whole blocks, as `SchedulerOutput.new_block_ids_to_zero` asks for."""
-        for block in blocks:
-            if block == NULL_BLOCK:
-                raise ContentError("the null block is to be zeroed")
-            self._fill(block, Void.ZEROED)
-
-    def invalidate(self, blocks: Iterable[int]) -> None:
-        """A load into the blocks failed in a way that the engine hears of later."""
-        for block in blocks:
-            self._fill(block, Void.INVALID)
-
-    def content(self, block: int, place: int) -> Content:
-        """What a slot holds; for the messages and checks of tests."""
-        found = self._blocks[block]
-        return found.slots.get(place, found.fill)
-
-    def is_void(self, block: int, *kinds: Void) -> bool:
-        """Whether a whole block holds nothing but one of these."""
-        held = self._blocks[block]
-        return held.fill in kinds and all(c in kinds for c in held.slots.values())
 
     # -- layers that keep tokens ---------------------------------------------------
 
@@ -193,59 +142,7 @@ class ContentModel:
         into = self._own_block(group, row, target, -1)
         self._blocks[into].slots[STATE_SLOT] = self.content(of, STATE_SLOT)
 
-    # -- transfers -----------------------------------------------------------------
-
-    def store(self, blocks: Iterable[int]) -> list[BlockContent]:
-        """Copies of blocks as they are now.
-
-        Raises:
-            ContentError: one is null or free: nobody keeps its bytes.
-        """
-        copies = []
-        for block in blocks:
-            self._check_transfer("reads", block)
-            held = self._blocks[block]
-            copies.append(BlockContent(held.fill, dict(held.slots)))
-        return copies
-
-    def load(
-        self,
-        payload: Sequence[BlockContent],
-        blocks: Sequence[int],
-        *,
-        num_slots: int | None = None,
-    ) -> None:
-        """Overwrite blocks with copies.
-
-        Args:
-            payload: from `store`, one a block.
-            blocks: where to.
-            num_slots: slots of each block that arrive, the first ones; None for all.
-                The others keep what they held.
-
-        Raises:
-            ContentError: a block is null or free.
-        """
-        for copy, block in zip(payload, blocks, strict=True):
-            self._check_transfer("writes", block)
-            held = self._blocks[block]
-            if num_slots is None:
-                held.fill, held.slots = copy.fill, dict(copy.slots)
-            else:
-                for place in range(num_slots):
-                    held.slots[place] = copy.slots.get(place, copy.fill)
-
     # -- inside --------------------------------------------------------------------
-
-    def _fill(self, block: int, void: Void) -> None:
-        self._blocks[block].fill = void
-        self._blocks[block].slots = {}
-
-    def _check_transfer(self, does: str, block: int) -> None:
-        if block == NULL_BLOCK:
-            raise ContentError(f"a transfer {does} the null block")
-        if self.in_use is not None and not self.in_use(block):
-            raise ContentError(f"a transfer {does} block {block}, which is free")
 
     def _block(self, group: int, row: Row, index: int, position: int) -> int:
         """The row's block, which must be the request's."""
@@ -268,7 +165,7 @@ class ContentModel:
     def _own_block(self, group: int, row: Row, index: int, position: int) -> int:
         """The same, to be written."""
         block = self._block(group, row, index, position)
-        if self.in_use is not None and not self.in_use(block):
+        if not self._is_used(block):
             raise ContentError(
                 f"request {row.request_id!r}, group {group}, position {position}: "
                 f"writes block {block}, which is free"

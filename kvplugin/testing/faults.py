@@ -22,7 +22,7 @@ BLOCK_BYTES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of a job."""
+    """What becomes of a job; the usual ones are constants of this module."""
 
     polls: int = 0
     """Polls that say nothing of it first; -1: it never ends."""
@@ -37,12 +37,19 @@ class Fate:
 
 
 COMPLETES: Final = Fate()
+"""At the first poll, all is well."""
 LATE: Final = Fate(polls=2)
+"""At the third poll; the bytes move then, from what the source holds by then."""
 REPORTED_LATE: Final = Fate(polls=2, moves_at_once=True)
+"""The bytes move at the first poll, told at the third."""
 TWICE: Final = Fate(reports=2)
+"""Its end is told twice, in one poll."""
 FAILS: Final = Fate(error="failed by the script")
+"""Nothing moves."""
 TORN: Final = Fate(error="torn by the script", moved_blocks=1)
+"""One block moves, then it fails."""
 NEVER_ENDS: Final = Fate(polls=-1)
+"""Until the test says `complete`, `fail`, `tear` or `release`."""
 
 
 class FaultyTransport(FakeTransport):
@@ -62,6 +69,7 @@ class FaultyTransport(FakeTransport):
         self.fate_of = fate_of
         self._fates: dict[int, Fate] = {}
         self._polls: dict[int, int] = {}
+        self._released = False
 
     def submit(self, job: CopyJob) -> None:
         """See `FakeTransport`."""
@@ -76,9 +84,19 @@ class FaultyTransport(FakeTransport):
             self._polls[job.id] += 1
             if fate.moves_at_once:
                 self.move(job.id)
-            if polls == fate.polls:
+            if polls == fate.polls or (fate.polls < 0 and self._released):
                 self._meet(job.id, fate)
         return super().poll(wait)
+
+    def release(self) -> None:
+        """From now on a job that would never end does, at the next `poll`; the others
+        keep their fates."""
+        self._released = True
+
+    def state(self) -> object:
+        """See `FakeTransport`."""
+        left = [self._fates[job.id].polls - self._polls[job.id] for job in self.pending]
+        return super().state(), [n if n >= 0 else "held" for n in left]
 
     def _meet(self, job_id: int, fate: Fate) -> None:
         if not fate.error:

@@ -1,12 +1,13 @@
-"""What must hold of any run, whatever happened in it: oracles 1 to 6 and 8.
+"""What must hold of any run, whatever happened in it: oracles 1 to 4, 6 and 8.
 
 Each function raises `AssertionError` (`ContentError` where bytes are wrong, the core's
-`IntegrityError` where its own check finds more), naming what is wrong. Oracle 7, the
-estimator, is in `estimates.py`.
+`IntegrityError` where its own check finds more), naming what is wrong. Oracle 5,
+progress, is in `progress.py`, oracle 7, the estimator, in `estimates.py`, oracle 9,
+what a policy may not do, in `policy_watch.py`.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any
 
 from kvplugin.block import NULL_BLOCK
 from kvplugin.block_pool import BlockPool
@@ -18,6 +19,7 @@ from kvplugin.events import (
     KVCacheEvent,
     external_hash,
 )
+from kvplugin.hashing import make_key
 from kvplugin.manager import KVCacheManager
 from kvplugin.request import RequestLike
 from kvplugin.testing.content import ContentModel
@@ -86,16 +88,27 @@ def assert_cache_content(
         Blocks verified.
     """
     verified = set()
+    blocks_of = _blocks_by_key(manager.block_pool)
     for request in requests:
         histories = identity_of_request(request).histories(request.all_token_ids)
         for single in manager.coordinator.single_type_managers:
             group = single.kv_cache_group_id
-            index = manager.block_pool.cached_blocks(group)
-            for i, key in enumerate(single.coarse_hashes(request.block_hashes)):
-                if key in index:
-                    _check_block(memory, group, i, index[key], histories)
-                    verified.add(index[key])
+            for i, block_hash in enumerate(single.coarse_hashes(request.block_hashes)):
+                for block in blocks_of[make_key(block_hash, group)]:
+                    _check_block(memory, group, i, block, histories)
+                    verified.add(block)
     return len(verified)
+
+
+def _blocks_by_key(pool: BlockPool) -> defaultdict[bytes, list[int]]:
+    """All blocks under each key: the index names the first one, but the others are hit
+    as soon as that one is evicted."""
+    blocks_of: defaultdict[bytes, list[int]] = defaultdict(list)
+    for block in range(1, pool.num_blocks):
+        key = pool.key_of(block)
+        if key is not None:
+            blocks_of[key].append(block)
+    return blocks_of
 
 
 def _check_block(
@@ -133,37 +146,6 @@ def assert_equivalent(
         if len(got) != len(wanted):
             raise AssertionError(
                 f"request {request_id!r}: {len(got)} output tokens, not {len(wanted)}"
-            )
-
-
-class ProgressWatch:
-    """Oracle 5: the state must not repeat while work remains."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, int] = {}
-        self._steps = 0
-
-    def observe(self, state: Any, *, waits_for_others: bool = False) -> None:
-        """The state after a step that left work to do.
-
-        Args:
-            state: queues, pool, tokens and steps in flight (`Scheduler.state()`),
-                without counts of steps; compared by its `repr`.
-            waits_for_others: something outside, say a transfer that the test holds,
-                decides when it goes on: what was seen so far may come again.
-
-        Raises:
-            AssertionError: the same state was seen before.
-        """
-        self._steps += 1
-        if waits_for_others:
-            self._seen.clear()
-            return
-        first = self._seen.setdefault(repr(state), self._steps)
-        if first != self._steps:
-            raise AssertionError(
-                f"no progress: the state after observation {self._steps} is that after "
-                f"{first}: {state}"
             )
 
 

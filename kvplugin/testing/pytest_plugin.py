@@ -4,6 +4,7 @@ Nothing of kvplugin is imported when pytest loads this module, only when a test 
 a fixture. Each fixture is a function or class of `kvplugin.testing`; see there.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,12 @@ def _lab(name: str) -> Any:
     import kvplugin.testing
 
     return getattr(kvplugin.testing, name)
+
+
+@pytest.fixture
+def kv_lab() -> Any:
+    """The class `Lab`: a scheduler with a toy model, a transport and all oracles."""
+    return _lab("Lab")
 
 
 @pytest.fixture
@@ -91,3 +98,10 @@ def kv_estimator() -> Any:
 def kv_counters() -> Any:
     """Oracle 8: a new `CounterWatch`."""
     return _lab("CounterWatch")()
+
+
+@pytest.fixture
+def kv_strict_policies() -> Iterator[None]:
+    """Oracle 9, `strict_policies`: in this test no pool replaces a policy by LRU."""
+    with _lab("strict_policies")():
+        yield

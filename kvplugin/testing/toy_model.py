@@ -37,10 +37,11 @@ class ToyModel:
         num_lookahead_tokens: slots behind the settled tokens that the draft model
             scribbles on.
         max_model_len: no draft goes beyond it.
-        identity_of: what a request's bytes depend on beside its tokens, asked when it
-            gets rows.
-        tokens_of: tokens of a resumed request, as the scheduler knows them: the last
-            samples of the model may have been discarded. None: the model's own.
+        identity_of: what a request's bytes depend on beside its tokens, asked when a
+            step that gives it rows is submitted.
+        tokens_of: tokens of a resumed request if its `CachedRequestData` has none, as
+            the scheduler knows them: the last samples of the model may have been
+            discarded. None: the model's own.
         workers: worker halves of a connector, one a rank.
     """
 
@@ -65,8 +66,9 @@ class ToyModel:
         self._num_drafts = num_drafts
         self._num_lookahead_tokens = num_lookahead_tokens
         self._max_model_len = max_model_len
+        self._identity_of = identity_of
         self._tokens_of = tokens_of
-        self._requests = Requests(memory.groups, identity_of)
+        self._requests = Requests(memory.groups)
         self._in_flight: deque[InFlight] = deque()
 
     def reference(
@@ -87,18 +89,30 @@ class ToyModel:
         return len(self._in_flight) >= self.depth
 
     @property
+    def in_flight(self) -> list[SchedulerOutput]:
+        """The steps in flight, oldest first."""
+        return [step.output for step in self._in_flight]
+
+    @property
     def tracked(self) -> list[str]:
         """Requests that the worker has not been told to forget."""
         return self._requests.ids
 
     def submit(self, output: SchedulerOutput) -> None:
         """Put a step in flight; nothing is executed."""
+        resumed = [data for data in output.scheduled_cached_reqs if data.resumed]
         tokens = {}
-        if self._tokens_of is not None:
-            for data in output.scheduled_cached_reqs:
-                if data.resumed:
-                    tokens[data.req_id] = list(self._tokens_of(data.req_id))
-        self._in_flight.append(InFlight(output, self.memory.grants(), tokens))
+        for data in resumed:
+            known = data.token_ids
+            if known is None and self._tokens_of is not None:
+                known = self._tokens_of(data.req_id)
+            if known is not None:
+                tokens[data.req_id] = list(known)
+        given_rows = [data.req_id for data in output.scheduled_new_reqs]
+        given_rows += [data.req_id for data in resumed]
+        identities = {id_: self._identity_of(id_) for id_ in given_rows}
+        step = InFlight(output, self.memory.grants(), identities, tokens)
+        self._in_flight.append(step)
 
     def execute(self) -> ModelOutput:
         """Execute the oldest step in flight.
@@ -109,7 +123,7 @@ class ToyModel:
         step = self._in_flight.popleft()
         output = step.output
         self._requests.hear(step)
-        self.memory.zero(output.new_block_ids_to_zero)
+        self.memory.zero(output.new_block_ids_to_zero, step.grants)
         for worker in self.workers:
             worker.begin_step(output.connector_plan)
         parts = [

@@ -1,6 +1,6 @@
 """What a worker knows of its requests, from `SchedulerOutput`s alone."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvplugin.contract import GroupKind
@@ -47,8 +47,12 @@ class Part:
 
 @dataclass(slots=True)
 class InFlight:
+    """A step, and what was so when it was scheduled and may not be so any more."""
+
     output: SchedulerOutput
     grants: list[int]
+    identities: dict[str, Identity]
+    """Of requests that get new rows."""
     tokens: dict[str, list[int]]
     """Of resumed requests, as the scheduler knew them."""
 
@@ -58,16 +62,10 @@ class Requests:
 
     Args:
         groups: the KV cache groups.
-        identity_of: see `ToyModel`.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[GroupModel],
-        identity_of: Callable[[str], Identity],
-    ) -> None:
+    def __init__(self, groups: Sequence[GroupModel]) -> None:
         self._groups = groups
-        self._identity_of = identity_of
         self._requests: dict[str, WorkerRequest] = {}
 
     @property
@@ -84,17 +82,18 @@ class Requests:
             if request_id in self._requests:
                 self._requests[request_id].rows = None
         for new in output.scheduled_new_reqs:
-            self._admit(new, new.token_ids, new.block_ids)
+            self._admit(step, new, new.token_ids, new.block_ids)
         for cached in output.scheduled_cached_reqs:
-            self._go_on(cached, step.tokens.get(cached.req_id))
+            self._go_on(step, cached)
 
     def _admit(
         self,
+        step: InFlight,
         data: NewRequestData | CachedRequestData,
         tokens: Sequence[int],
         rows: BlockIds,
     ) -> None:
-        identity = self._identity_of(data.req_id)
+        identity = step.identities[data.req_id]
         request = WorkerRequest(
             data.req_id,
             identity,
@@ -108,13 +107,14 @@ class Requests:
                 state.admitted(data.num_computed_tokens)
         self._requests[data.req_id] = request
 
-    def _go_on(self, data: CachedRequestData, tokens: list[int] | None) -> None:
+    def _go_on(self, step: InFlight, data: CachedRequestData) -> None:
         request = self._requests.get(data.req_id)
         if request is None:
             raise ContentError(f"the worker does not know request {data.req_id!r}")
         if data.resumed:
             rows = data.new_block_ids or tuple([] for _ in self._groups)
-            self._admit(data, request.tokens if tokens is None else tokens, rows)
+            tokens = step.tokens.get(data.req_id, request.tokens)
+            self._admit(step, data, tokens, rows)
             return
         if request.rows is None:
             raise ContentError(f"request {data.req_id!r} was preempted, not resumed")

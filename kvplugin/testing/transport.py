@@ -144,6 +144,14 @@ class FakeTransport:
         self.execute(_head(job, blocks))
         self.fail(job_id, error)
 
+    def release(self) -> None:
+        """From now on every job ends by itself, held ones at the next `poll`."""
+        self.held = False
+
+    def state(self) -> object:
+        """What the jobs under way will do: a part of the state of a run."""
+        return self.held, [(id_, p.moved) for id_, p in self._pending.items()]
+
     def repeat(self, job_id: int) -> None:
         """Say once more how a job has ended: its result comes twice."""
         self._unpolled.append(self._ended[job_id])

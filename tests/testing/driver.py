@@ -11,8 +11,8 @@ from kvplugin.scheduler.output import (
     SchedulerOutput,
 )
 from kvplugin.spec import EngineLimits, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
-from kvplugin.testing.oracles import ProgressWatch
 from kvplugin.testing.pool_watch import watched_content
+from kvplugin.testing.progress import ProgressWatch
 from kvplugin.testing.rules import identity_of_request
 from kvplugin.testing.toy_model import ToyModel
 from tests.core.manager_setups import FORMAT

@@ -65,6 +65,38 @@ def test_a_test_can_still_end_a_job_itself() -> None:
     assert stored() == 2
 
 
+@pytest.mark.parametrize(
+    ("fate", "polls"),
+    [
+        (NEVER_ENDS, [[OK], []]),
+        (Fate(polls=-1, error="x"), [[CopyResult(1, "x")], []]),
+        (LATE, [[], [], [OK]]),
+        (FAILS, [[CopyResult(1, FAILS.error)]]),
+    ],
+)
+def test_after_release_everything_ends_by_its_fate(
+    fate: Fate, polls: list[list[CopyResult]]
+) -> None:
+    transport, _ = transport_of(fate)
+    transport.release()
+    assert [transport.poll(0.0) for _ in polls] == polls
+
+
+@pytest.mark.parametrize(
+    ("fate", "states"),
+    [(LATE, 3), (REPORTED_LATE, 3), (Fate(polls=7), 8), (NEVER_ENDS, 1)],
+)
+def test_the_state_says_how_long_a_job_takes_yet(fate: Fate, states: int) -> None:
+    transport, _ = transport_of(fate)
+    seen = []
+    for _ in range(10):
+        seen.append(repr(transport.state()))
+        transport.poll(0.0)
+        if not transport.pending:
+            break
+    assert len(set(seen)) == states
+
+
 def test_content_comes_back() -> None:
     memory = memory_of(full())
     memory.write(0, Row("r", [1, 2]), 0, HISTORIES)

@@ -1,5 +1,7 @@
 """Oracles catch what is planted, and nothing else."""
 
+from collections.abc import Callable
+
 import pytest
 
 from kvplugin.contract import Stats
@@ -99,6 +101,24 @@ def test_wrong_content_under_a_key(group: int, damage: str) -> None:
         assert_cache_content(driver.memory, driver.kv, driver.requests.values())
 
 
+@pytest.mark.parametrize("damage", ["poison", "invalidate"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_wrong_content_of_a_twin(which: int, damage: str) -> None:
+    """Of several blocks under one key all are verified: any may be the next hit."""
+    driver = Driver((full(),), 40)
+    for _ in range(3):
+        driver.add(list(range(9)), 2, skip_reading_prefix_cache=True)
+    driver.run()
+    pool, requests = driver.kv.block_pool, driver.requests.values()
+    assert len(pool.cached_blocks(0)) == 2
+    assert assert_cache_content(driver.memory, driver.kv, requests) == 6
+    key = pool.key_of(next(iter(pool.cached_blocks(0).values())))
+    twins = [b for b in range(pool.num_blocks) if pool.key_of(b) == key]
+    getattr(driver.memory, damage)([twins[which]])
+    with pytest.raises(ContentError, match=f"block {twins[which]}"):
+        assert_cache_content(driver.memory, driver.kv, requests)
+
+
 # -- equivalence -----------------------------------------------------------------------
 
 
@@ -124,6 +144,52 @@ def test_progress() -> None:
     watch.observe({"waiting": 2})
     with pytest.raises(AssertionError, match="after observation 5 is that after 4"):
         watch.observe({"waiting": 2})
+
+
+def test_a_state_may_be_changed_in_place_after_it_was_observed() -> None:
+    watch = ProgressWatch()
+    running = ["a", "b"]
+    watch.observe({"running": running})
+    running.pop()
+    watch.observe({"running": running})
+    running.append("b")
+    with pytest.raises(AssertionError, match="after observation 3 is that after 1"):
+        watch.observe({"running": running})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda n: {"step": n, "waiting": ["a"]}, r"only \['step'\] changed"),
+        (lambda n: {"steps": [n, n + 1], "waiting": ["a"]}, r"only \['steps'\]"),
+        (lambda n: {"now": n * 0.1, "step": n}, "all fields changed"),
+        (lambda n: ("step", n), "the state changed"),
+    ],
+)
+def test_a_state_that_counts_is_found_at_the_limit(
+    changes: Callable[[int], object], message: str
+) -> None:
+    watch = ProgressWatch(limit=50)
+    for n in range(49):
+        watch.observe(changes(n))
+    with pytest.raises(AssertionError, match=f"after 50 observations; .*{message}"):
+        watch.observe(changes(49))
+
+
+def test_what_changed_lately_is_known_of_a_state_that_is_changed_in_place() -> None:
+    watch, order = ProgressWatch(limit=5), [0]
+    for n in range(4):
+        order.append(n)
+        watch.observe({"order": order, "waiting": ["a"]})
+    order.append(4)
+    with pytest.raises(AssertionError, match=r"only \['order'\] changed"):
+        watch.observe({"order": order, "waiting": ["a"]})
+
+
+def test_the_limit_counts_from_the_last_wait_for_others() -> None:
+    watch = ProgressWatch(limit=3)
+    for n in range(20):
+        watch.observe(n, waits_for_others=n % 2 == 0)
 
 
 # -- events ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from kvplugin.scheduler.output import (
     SchedulerOutput,
 )
 from kvplugin.testing import ContentError, Row, ToyModel, watched_content
-from kvplugin.testing.rules import PLAIN
+from kvplugin.testing.rules import PLAIN, Identity
 from kvplugin.testing.toy_reference import reference
 from tests.core.manager_setups import full, mamba, window
 from tests.testing.driver import config_of
@@ -82,6 +82,53 @@ def test_blocks_handed_out_under_a_step_in_flight() -> None:
     line.model.submit(line.admit(line.pool.get_new_blocks(2)))
     with pytest.raises(ContentError, match=r"request 'a'.*handed to somebody else"):
         line.model.execute()
+
+
+# -- identities ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_identity_is_that_of_the_time_of_the_step(resumed: bool) -> None:
+    """New weights while a step is in flight do not change what it computes."""
+    old, new = Identity(("weights", 1)), Identity(("weights", 2))
+    config = config_of((full(),), 9)
+    memory = watched_content(config, BlockPool(9))
+    memory.in_use = None
+    now = [old]
+    model = ToyModel(memory, depth=2, identity_of=lambda request_id: now[0])
+    first = NewRequestData("a", PROMPT[:6], ([1, 2],), 0)
+    steps = [SchedulerOutput(1, [first], (), {"a": 6})]
+    if resumed:
+        again = CachedRequestData("a", ([3, 4],), 0, True, PROMPT[:6])
+        steps.append(SchedulerOutput(2, (), [again], {"a": 6}))
+    for step in steps:
+        model.submit(step)
+    now[0] = new
+    (expected,) = reference(memory.groups, PROMPT[:6], 1, old)
+    for _ in steps:
+        assert model.execute().sampled_token_ids["a"] == [expected]
+    last = CachedRequestData("a", ([5, 6],), 0, True, PROMPT[:6])
+    output = run(model, SchedulerOutput(3, (), [last], {"a": 6}))
+    assert output.sampled_token_ids["a"] == reference(memory.groups, PROMPT[:6], 1, new)
+    assert output.sampled_token_ids["a"] != [expected]
+
+
+def test_tokens_of_a_resumed_request_are_those_of_its_step() -> None:
+    """Not those that the scheduler knows when the step executes."""
+    memory = watched_content(config_of((full(),), 9), BlockPool(9))
+    memory.in_use = None
+    tokens = PROMPT[:6]
+    model = ToyModel(memory, depth=2, tokens_of=lambda request_id: PROMPT)
+    run(
+        model,
+        SchedulerOutput(1, [NewRequestData("a", tokens, ([1, 2],), 0)], (), {"a": 6}),
+    )
+    known = list(tokens)
+    resumed = CachedRequestData("a", ([3, 4],), 0, True, known)
+    model.submit(SchedulerOutput(2, (), [resumed], {"a": 6}))
+    known.append(9)
+    sampled = model.execute().sampled_token_ids["a"]
+    assert sampled == reference(memory.groups, PROMPT[:6], 1)
 
 
 # -- what a worker is told -------------------------------------------------------------
