@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -11,6 +12,7 @@ from benchmarks.gpu import Case
 from kvplugin.connectors.offload.memory import HostMemory
 from kvplugin.kernels.choice import Engine
 from kvplugin.kernels.copy import DeviceBlockCopier
+from kvplugin.kernels.dma import DmaBlockCopier
 from kvplugin.kernels.permute import DeviceBlockConverter
 from kvplugin.kernels.pinned import CudaRegistrar, PinnedMemory
 from kvplugin.kernels.region import Region
@@ -46,6 +48,8 @@ class CudaDevice:
         self._host.fill_(1)
         self._pinned = self.pin(self._memory)
         self._batch = vllm_batch_copy()
+        self._side = self.on_side_stream()
+        self.synchronize()
 
     def name_card(self) -> str:
         """As `choice.py` knows it."""
@@ -54,6 +58,11 @@ class CudaDevice:
     def pin(self, memory: HostMemory) -> PinnedMemory | None:
         """For as long as the process runs."""
         return PinnedMemory(memory.address, memory.nbytes, CudaRegistrar(0))
+
+    def on_side_stream(self) -> AbstractContextManager[Any]:
+        """Where copies run in service, and many at once can be submitted: drivers
+        take no batch on the default stream."""
+        return torch.cuda.stream(torch.cuda.Stream(self.device))
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""
@@ -101,8 +110,9 @@ class CudaDevice:
         times = max(1, TIMED_BYTES // nbytes)
 
         def work() -> int:
-            for _ in range(times):
-                launch()
+            with self._side:
+                for _ in range(times):
+                    launch()
             self.synchronize()
             return times * nbytes
 
@@ -111,34 +121,28 @@ class CudaDevice:
     def _triton(self, case: Case) -> Callable[[], object]:
         source, target = self.sides(case)
         ids = [side.to(self.device) for side in self.pairs(case)]
-        nbytes = case.block_kib << 10
-        blocks = len(source) // nbytes
         if case.kind == "permute":
+            nbytes = case.block_kib << 10
             converter = DeviceBlockConverter(
-                nhd_to_hnd(nbytes, blocks),
+                nhd_to_hnd(nbytes, len(source) // nbytes),
                 source.data_ptr(),
                 target.data_ptr(),
                 self.device,
             )
             return functools.partial(converter.convert, *ids)
-        regions = [
-            [Region(side.data_ptr(), nbytes, nbytes, blocks)]
-            for side in (source, target)
-        ]
-        copier = DeviceBlockCopier(*regions, self.device)
+        copier = DeviceBlockCopier(*self._regions(case), self.device)
         return functools.partial(copier.copy, *ids)
 
     def _dma(self, case: Case) -> Callable[[], object]:
-        sources, targets = (
-            [memory.view(-1, case.block_kib << 10)[i] for i in ids.tolist()]
-            for memory, ids in zip(self.sides(case), self.pairs(case), strict=True)
-        )
+        copier = DmaBlockCopier(*self._regions(case), self.device)
+        return functools.partial(copier.copy, *self.pairs(case))
 
-        def launch() -> None:
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source, non_blocking=True)
-
-        return launch
+    def _regions(self, case: Case) -> list[list[Region]]:
+        nbytes = case.block_kib << 10
+        return [
+            [Region(side.data_ptr(), nbytes, nbytes, len(side) // nbytes)]
+            for side in self.sides(case)
+        ]
 
     def _vllm(self, case: Case, batch: BatchCopy) -> Callable[[], object]:
         nbytes = case.block_kib << 10

@@ -1,8 +1,9 @@
 """How near copies of KV blocks on a GPU come to one `cudaMemcpyAsync` of as many bytes.
 
 Between the GPU's pools, and between them and pinned host memory: kvplugin's Triton
-kernels, one `cudaMemcpyAsync` a piece ("dma"), and vLLM's batch copy where vLLM is
-installed. `--write` prints the rows for `kvplugin.kernels.choice.MEASURED`.
+kernels, its copy engines ("dma": `kernels/dma.py`, one descriptor a piece), and vLLM's
+batch copy where vLLM is installed. `--write` prints the rows for
+`kvplugin.kernels.choice.MEASURED`.
 """
 
 import datetime

@@ -3,7 +3,8 @@
 Memory of a CPU is moved by the host engines (`host*.py`), that of a GPU (CUDA or ROCm:
 torch calls both ``cuda``) by Triton kernels. Both have the same interface and the same
 semantics; what a device cannot check (ids and slots in its own memory) its docstrings
-say. Nothing is imported before it is needed: Triton only where there is a GPU.
+say. Between a GPU and the host its copy engines serve too (`transfer_copier`). Nothing
+is imported before it is needed: Triton only where there is a GPU.
 """
 
 import importlib
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvplugin.kernels.host_slots import SlotTables
+    from kvplugin.kernels.streams import Direction
 
 
 class Copier(Protocol):
@@ -77,6 +79,45 @@ def block_copier(
         copier = _module("host").BlockCopier(sources, targets)
     else:
         copier = _module("copy").DeviceBlockCopier(sources, targets, _torch(device))
+    return copier
+
+
+def transfer_copier(
+    device_regions: Sequence[Region],
+    host_regions: Sequence[Region],
+    direction: "Direction",
+    device: "torch.device | str" = "cpu",
+    *,
+    pinned: bool = False,
+    cuts: Sequence[int] = (),
+) -> Copier:
+    """Copies of blocks between a device and the host, one way.
+
+    On a GPU by DMA or a kernel, as `choice.py` says of each job. A CPU's "device"
+    memory is host memory like the other, and `pinned` and `cuts` mean nothing to it.
+
+    Args:
+        device_regions: blocks on the device.
+        host_regions: blocks in host memory.
+        direction: which way.
+        device: whose memory the device regions are, and who copies.
+        pinned: whether the host memory is registered with the driver; without, copies
+            of a GPU wait on the host (`transfer.TransferCopier`).
+        cuts: addresses where pinned pieces of host memory meet.
+
+    Raises:
+        ValueError: the sides do not pair up.
+        ConfigError: no engine for this device.
+    """
+    copier: Copier
+    if _is_cpu(device):
+        sides = (device_regions, host_regions)
+        sides = sides[::-1] if direction == "load" else sides
+        copier = _module("host").BlockCopier(*sides)
+    else:
+        copier = _module("transfer").TransferCopier(
+            device_regions, host_regions, direction, _torch(device), pinned, cuts=cuts
+        )
     return copier
 
 

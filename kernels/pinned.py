@@ -78,6 +78,11 @@ class PinnedMemory:
                 )
             self._pinned.append(address + offset)
 
+    @property
+    def cuts(self) -> list[int]:
+        """Addresses where one piece ends and the next begins, see `DmaBlockCopier`."""
+        return self._pinned[1:]
+
     def close(self) -> None:
         """Unpin; no copy may be under way. Again: does nothing."""
         while self._pinned:

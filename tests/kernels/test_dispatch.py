@@ -12,6 +12,7 @@ import torch
 from kvplugin.errors import ConfigError
 from kvplugin.kernels import dispatch
 from kvplugin.kernels.region import Region
+from kvplugin.kernels.streams import Direction
 from kvplugin.layout import KVLayout, Part, plan_conversion
 
 LAYOUT = KVLayout((Part("kv", 0, 64, 16, 16, 16),), 2, 4, 1)
@@ -101,7 +102,28 @@ def test_every_operation_is_among_these() -> None:
         and value.__module__ == dispatch.__name__
         and not name.startswith("_")
     }
-    assert public == {*BUILT, *CALLED}
+    assert public == {*BUILT, *CALLED, "transfer_copier"}
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_transfers_know_their_direction(
+    direction: Direction, device: str, asked: list[tuple[str, str, tuple]]
+) -> None:
+    on_device, on_host = [REGION], [Region(8192, 64, 64, 2)]
+    dispatch.transfer_copier(on_device, on_host, direction, device, pinned=True)
+    if device == "cpu":
+        sides = (on_device, on_host)
+        sides = sides[::-1] if direction is Direction.LOAD else sides
+        assert asked == [("host", "BlockCopier", sides)]
+    else:
+        args = (on_device, on_host, direction, torch.device("cuda:1"), True)
+        assert asked == [("transfer", "TransferCopier", args)]
+
+
+def test_a_transfer_of_a_device_without_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'mps:0'.*engines for cpu and cuda"):
+        dispatch.transfer_copier([REGION], [REGION], Direction.LOAD, "mps:0")
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -147,3 +169,14 @@ def test_what_is_dispatched_works_on_a_cpu() -> None:
     addresses = torch.tensor([[source.data_ptr()], [target.data_ptr()], [8]])
     dispatch.copy_batch(*addresses)
     assert target[:8].equal(source[:8])
+
+
+def test_transfers_on_a_cpu_are_copies_like_others() -> None:
+    device, host = (torch.arange(64, dtype=torch.uint8) + first for first in (0, 64))
+    regions = [[Region(memory.data_ptr(), 32, 32, 2)] for memory in (device, host)]
+    load = dispatch.transfer_copier(*regions, Direction.LOAD)
+    assert load.copy([1], [0]) == load.block_bytes == 32
+    assert device.tolist() == [*range(96, 128), *range(32, 64)]
+    store = dispatch.transfer_copier(*regions, Direction.STORE, pinned=True)
+    assert store.copy([1], [0]) == 32
+    assert host.tolist() == [*range(32, 64), *range(96, 128)]

@@ -1,9 +1,11 @@
 """The GPU benchmark's logic, with the timer or the device replaced."""
 
 import ctypes
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -153,8 +155,10 @@ def cpu_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     import torch
 
     from benchmarks import _gpu_device
+    from kvplugin.kernels.dma import DmaBlockCopier
     from kvplugin.kernels.host import BlockCopier
     from kvplugin.kernels.host_convert import BlockConverter
+    from tests.kernels.memcpy_apis import Memmove
 
     class CpuDevice(_gpu_device.CudaDevice):
         device = torch.device("cpu")
@@ -164,6 +168,9 @@ def cpu_device(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def pin(self, memory: object) -> None:
             return None
+
+        def on_side_stream(self) -> AbstractContextManager[None]:
+            return nullcontext()
 
         def synchronize(self) -> None:
             return None
@@ -183,6 +190,8 @@ def cpu_device(monkeypatch: pytest.MonkeyPatch) -> Any:
             ctypes.memmove(target, source, nbytes)
 
     monkeypatch.setattr(_gpu_device, "DeviceBlockCopier", copier)
+    dma = functools.partial(DmaBlockCopier, api=Memmove())
+    monkeypatch.setattr(_gpu_device, "DmaBlockCopier", dma)
     monkeypatch.setattr(_gpu_device, "DeviceBlockConverter", converter)
     monkeypatch.setattr(_gpu_device, "vllm_batch_copy", lambda: batch)
     monkeypatch.setattr(_gpu_device, "TIMED_BYTES", 1)

@@ -44,6 +44,7 @@ def test_one_piece() -> None:
     registrar = FakeRegistrar()
     memory = PinnedMemory(ADDRESS, 3 * PAGE + 5, registrar)
     assert registrar.pinned == {ADDRESS: 3 * PAGE + 5}
+    assert memory.cuts == []
     memory.close()
     assert registrar.pinned == {}
     memory.close()
@@ -156,3 +157,8 @@ def test_the_cuda_registrar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registrar.unregister(ADDRESS) == ""
     both = ("register", ADDRESS, PAGE, 3)
     assert calls == [both, both, ("zeros", "cuda:1"), ("unregister", ADDRESS)]
+
+
+def test_cuts_are_where_pieces_meet() -> None:
+    memory = PinnedMemory(ADDRESS, 10 * PAGE, FakeRegistrar(), piece_bytes=4 * PAGE)
+    assert memory.cuts == [ADDRESS + 4 * PAGE, ADDRESS + 8 * PAGE]
