@@ -163,8 +163,11 @@ class SchedulerHalf(Protocol):
         """Called once, before the first step."""
 
     def lookup(self, request: RequestView, num_local_tokens: int) -> Lookup:
-        """Tokens it can bring beyond the block-aligned local hit. Changes nothing
-        that a second call would notice, and never answers `LATER` for ever."""
+        """Tokens it can bring beyond the block-aligned local hit, at most those that
+        the request has; the engine takes any other answer, or an error, for a miss.
+        Changes nothing that a second call would notice, and never answers `LATER` for
+        ever. Not asked while an earlier load of the request is under way, for which it
+        does not wait any more."""
 
     def allocated(
         self,
@@ -191,11 +194,13 @@ class SchedulerHalf(Protocol):
 
     def finished(self, request: RequestView) -> bool:
         """The request ended (aborted or not). True: its end is to be announced by
-        `WorkerOutcome.finished_sends` before the engine may forget it."""
+        `WorkerOutcome.finished_sends`, on every rank, before the engine may forget
+        it."""
 
     def reset(self) -> bool:
         """Forget all that is stored. False: something loaded from it may yet appear
-        in the engine; call again."""
+        in the engine; call again. Called whenever the engine's own cache is reset,
+        also if that one has to wait."""
 
     def has_pending_work(self) -> bool:
         """Transfers are under way that need further steps to be noticed."""
@@ -214,10 +219,17 @@ class WorkerOutcome:
     """What one rank has to say after a step."""
 
     finished_loads: frozenset[str] = frozenset()
-    """Requests whose load has ended, failed ones included."""
+    """Requests whose load has ended on this rank, failed ones included. Each load is
+    reported once: the worker half knows its jobs, while to the engine a request's id
+    names whichever load of it is under way, so that a report of an earlier one would
+    end a later one."""
     failed_loads: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Of those: requests with blocks that hold no valid bytes, and these blocks."""
+    """Requests with blocks that hold no valid bytes, and these blocks; with the load's
+    end or before it. All that the load was to fill counts as failed if no block is
+    named, or one that it was not to fill."""
     finished_sends: frozenset[str] = frozenset()
+    """Requests whose end this rank announces (`SchedulerHalf.finished`): when all ranks
+    have, the engine forgets the request, and its id may be used again."""
     report: bytes = b""
     """For `SchedulerHalf.apply`."""
 

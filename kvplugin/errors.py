@@ -2,6 +2,8 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class KVPluginError(Exception):
@@ -53,13 +55,50 @@ def unknown_name(what: str, name: str, known: Iterable[str], key: str) -> Config
     )
 
 
-def check_ranges(settings: object, ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Refuse settings that are out of their range; None is no setting.
+def check_count(
+    name: str, value: object, least: int, *, error: type[KVPluginError] = ConfigError
+) -> None:
+    """Refuse what is no integer of at least `least`, nor of 63 bits.
 
     Raises:
-        ConfigError: naming the key, its value and the range.
+        ConfigError: or what `error` says, naming the value and what is allowed.
     """
+    if type(value) is not int or not least <= value < 2**63:
+        raise error(f"{name}={value!r} must be an integer, at least {least}")
+
+
+def check_ranges(settings: object, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Refuse settings that are not of their type or out of their range.
+
+    For classes that do not look at types when they are made, as msgspec's. An integer
+    is a fine float; None is no setting where the type has it.
+
+    Args:
+        settings: an object whose class annotates all of its settings.
+        ranges: least and most of numbers, by setting.
+
+    Raises:
+        ConfigError: naming the key, its value and what is allowed.
+    """
+    for key, hint in get_type_hints(type(settings)).items():
+        _check_type(key, getattr(settings, key), hint)
     for key, (least, most) in ranges.items():
         value = getattr(settings, key)
         if value is not None and not least <= value <= most:
             raise ConfigError(f"{key}={value} must be from {least} to {most}")
+
+
+def _check_type(key: str, value: object, hint: Any) -> None:
+    origin = get_origin(hint)
+    options = get_args(hint) if origin in (Literal, Union, UnionType) else (hint,)
+    if origin is Literal:
+        if value not in options:
+            raise unknown_name("value", str(value), options, key)
+        return
+    types = {get_origin(option) or option for option in options}
+    names = " or ".join(sorted(kind.__name__ for kind in types))
+    if float in types:
+        types.add(int)
+    wrong = not isinstance(value, tuple(types))
+    if wrong or (isinstance(value, bool) and bool not in types):
+        raise ConfigError(f"{key}={value!r} must be of type {names}")

@@ -1,11 +1,13 @@
 """A request as the scheduler keeps it."""
 
 from collections import deque
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from kvplugin.request import Request
+from kvplugin.scheduler.rows import Rows
 
 
 class Status(StrEnum):
@@ -35,6 +37,16 @@ class InFlight(NamedTuple):
     """Whether a token will come of it: no known token is left to compute after it."""
 
 
+class Lost(NamedTuple):
+    """Blocks that a request gave back while a step in flight could write them."""
+
+    step: int
+    """The last one that does."""
+    rows: Rows
+    external: frozenset[int]
+    """Those of them that a connector was to fill."""
+
+
 @dataclass(eq=False)
 class Entry:
     """A request and what the scheduler knows of it besides."""
@@ -46,14 +58,15 @@ class Entry:
     num_encoder_tokens: int = 0
     status: Status = Status.WAITING
     drafts: list[int] = field(default_factory=list)
-    """Proposed for the next step."""
+    """Proposed after its last output. If a step was in flight by then they are stale:
+    that step's output replaces them, and nothing is scheduled before."""
     in_flight: deque[InFlight] = field(default_factory=deque)
     discard_until: int = 0
     """Outputs of steps up to this one come of blocks that it lost: ignored."""
-    rows_given_back: tuple[list[int], ...] = ()
-    """Its rows when it lost them with a step in flight."""
+    lost: list[Lost] = field(default_factory=list)
+    """Until that step has landed: then the blocks may be somebody else's."""
     external_blocks: frozenset[int] = frozenset()
-    """Blocks that its last admission expected a connector to fill."""
+    """Of its blocks those that a connector was to fill."""
     seen_by_workers: bool = False
     skips_external: bool = False
     """A load has failed: compute instead."""
@@ -87,8 +100,21 @@ class Entry:
 
     @property
     def waits_for_drafts(self) -> bool:
-        """A step in flight verifies drafts: until then nobody knows where it stands."""
-        return any(part.drafts for part in self.live_in_flight)
+        """It drafts, and a step of it is in flight: where it stands afterwards, and
+        which drafts come next, only that step's output says."""
+        live = self.live_in_flight
+        return bool(live) and (bool(self.drafts) or any(part.drafts for part in live))
+
+    @property
+    def oldest_counts(self) -> bool:
+        """Whether the output of its oldest step in flight will count."""
+        ended = self.status is Status.FINISHED
+        return not ended and self.in_flight[0].step > self.discard_until
+
+    def was_promised(self, blocks: AbstractSet[int]) -> bool:
+        """Whether a connector was to fill one of these blocks for it."""
+        promised = self.external_blocks.union(*(lost.external for lost in self.lost))
+        return not promised.isdisjoint(blocks)
 
     def take_off(self, step: int, num_tokens: int, drafts: int) -> None:
         """A step is put under way."""
@@ -103,6 +129,7 @@ class Entry:
     def land(self) -> InFlight:
         """The oldest step under way has ended."""
         part = self.in_flight.popleft()
+        self.lost = [lost for lost in self.lost if lost.step > part.step]
         self._count()
         return part
 
@@ -110,7 +137,7 @@ class Entry:
         """Its blocks are gone: begin anew, whatever steps in flight still bring."""
         if self.in_flight:
             self.discard_until = self.in_flight[-1].step
-        self.drafts = []
+        self.drafts, self.external_blocks = [], frozenset()
         self.request.num_computed_tokens = 0
         self._count()
 

@@ -28,9 +28,6 @@ class Holds:
         """Reasons for which blocks are held."""
         return len(self._held)
 
-    def __contains__(self, reason: Reason) -> bool:
-        return reason in self._held
-
     @property
     def any_step(self) -> bool:
         """Whether blocks wait for a step in flight."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kvplugin.scheduler.entry import Entry, Status
 from kvplugin.scheduler.holds import Holds
+from kvplugin.scheduler.rows import Rows
 
 
 @dataclass(eq=False)
@@ -17,7 +18,9 @@ class Load:
     """One transfer into blocks of one request."""
 
     entry: Entry
-    rows: tuple[list[int], ...]
+    rows: Rows
+    to_fill: frozenset[int]
+    """Of its blocks those that have no valid bytes before."""
     deadline: float
     waiting_for: set[int]
     """Ranks that have not reported."""
@@ -37,17 +40,15 @@ class Loads:
     """
 
     def __init__(
-        self,
-        holds: Holds,
-        num_ranks: int,
-        timeout_s: float,
-        clock: Callable[[], float],
+        self, holds: Holds, num_ranks: int, timeout_s: float, clock: Callable[[], float]
     ) -> None:
         self._holds = holds
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._clock = clock
         self._loads: dict[str, Load] = {}
+        self.num_overdue_blocks = 0
+        """Blocks that transfers which nobody waits for may still fill."""
 
     def __len__(self) -> int:
         """Transfers under way."""
@@ -57,26 +58,23 @@ class Loads:
         return request_id in self._loads
 
     @property
-    def num_overdue_blocks(self) -> int:
-        """Blocks held for transfers that nobody waits for."""
-        overdue = (load for load in self._loads.values() if load.abandoned)
-        return len({block for load in overdue for row in load.rows for block in row})
+    def any_awaited(self) -> bool:
+        """Whether a request waits for one."""
+        return not all(load.abandoned for load in self._loads.values())
 
-    def start(self, entry: Entry, rows: Sequence[Sequence[int]]) -> None:
+    def start(self, entry: Entry, rows: Rows) -> None:
         """A connector was told to fill these rows of a request, which now waits."""
         entry.status = Status.LOADING
-        self._loads[entry.id] = Load(
-            entry,
-            tuple(map(list, rows)),
-            self._clock() + self._timeout_s,
-            set(range(self._num_ranks)),
-        )
+        deadline, ranks = self._clock() + self._timeout_s, set(range(self._num_ranks))
+        load = Load(entry, rows, entry.external_blocks, deadline, ranks)
+        self._loads[entry.id] = load
 
     def abandon(self, entry: Entry) -> None:
         """The request stops waiting: its blocks stay held until the transfer ends.
         To be called while the request still has its rows."""
         load = self._loads[entry.id]
         load.abandoned = True
+        self.num_overdue_blocks += len(load.to_fill)
         self._holds.hold(("load", entry.id), load.rows)
 
     def overdue(self) -> Iterator[Entry]:
@@ -86,9 +84,23 @@ class Loads:
             if not load.abandoned and now >= load.deadline:
                 yield load.entry
 
-    def reported(
-        self, rank: int, request_id: str, failed_blocks: Sequence[int]
-    ) -> Load | None:
+    def failed(self, request_id: str, blocks: Sequence[int]) -> frozenset[int]:
+        """A rank says that blocks of a load hold no valid bytes.
+
+        Returns:
+            Blocks not to be trusted: these, and all that the load was to fill if none
+            is named or another one than those.
+        """
+        named = frozenset(blocks)
+        load = self._loads.get(request_id)
+        if load is None:
+            return named
+        if not named or not named <= load.to_fill:
+            named |= load.to_fill
+        load.failed_blocks |= named & load.to_fill
+        return named
+
+    def reported(self, rank: int, request_id: str) -> Load | None:
         """A rank says that its part has ended.
 
         Returns:
@@ -99,11 +111,11 @@ class Loads:
         if load is None or rank not in load.waiting_for:
             return None
         load.waiting_for.remove(rank)
-        load.failed_blocks.update(failed_blocks)
         if load.waiting_for:
             return None
         del self._loads[request_id]
         if load.abandoned:
+            self.num_overdue_blocks -= len(load.to_fill)
             self._holds.release(("load", request_id))
             return None
         return load

@@ -77,11 +77,13 @@ class ModelOutput:
     step: int
     """The number of the `SchedulerOutput` that was executed."""
     sampled_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """New tokens by request, accepted drafts first; none while a prompt is not done."""
+    """New tokens by request, accepted drafts first; none while a prompt is not done.
+    Of requests of that step only, ended ones too."""
     draft_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Drafts proposed for the next step, by request."""
+    """Drafts proposed after these tokens, by request. With two steps in flight the
+    first ones are stale; from then on the request waits for its drafts."""
     outcomes: Sequence[WorkerOutcome] = ()
-    """What the connector's worker halves said, one a rank."""
+    """What the connector's worker halves said, one a rank; nothing without one."""
     invalid_block_ids: frozenset[int] = frozenset()
     """Blocks that a synchronous load was to fill and did not."""
 

@@ -3,11 +3,16 @@
 from collections.abc import Iterable
 
 from kvplugin.contract import MISS, Lookup
+from kvplugin.errors import ConfigError
 from kvplugin.hooks import Hooks, VictimContext, WaitingContext
 from kvplugin.kv_cache_blocks import KVCacheBlocks
+from kvplugin.manager import KVCacheManager
 from kvplugin.managers import AlignedMambaManager
+from kvplugin.scheduler.config import SchedulerConfig
 from kvplugin.scheduler.entry import Entry, Status
+from kvplugin.scheduler.lookups import Lookups
 from kvplugin.scheduler.roster import Roster
+from kvplugin.scheduler.rows import blocks_from
 from kvplugin.scheduler.step import StepPlan
 
 
@@ -19,6 +24,9 @@ class Planner:
         roster: the requests.
         hooks: may choose victims and the order of waiting requests.
         loads_synchronously: external tokens count as computed at admission.
+
+    Raises:
+        ConfigError: steps are too small for the model's states.
     """
 
     def __init__(self, roster: Roster, hooks: Hooks, loads_synchronously: bool) -> None:
@@ -27,23 +35,16 @@ class Planner:
         self._manager = roster.manager
         self._config = roster.config
         self._loads_synchronously = loads_synchronously
-        # Aligned states are kept where steps end: prefills end at blocks' ends.
-        self._unit = max(
-            (
-                group.block_size
-                for group in self._manager.coordinator.single_type_managers
-                if isinstance(group, AlignedMambaManager)
-            ),
-            default=1,
-        )
+        self._lookups = Lookups(roster.connector)
+        self._unit = _unit(self._manager, self._config)
 
     def fill(self, step: StepPlan) -> None:
-        """Give the step's tokens away. Whoever loses its blocks on the way ends the
-        admissions of this step."""
+        """Give the step's tokens away. Nobody overtakes: once somebody who has blocks
+        cannot get what it needs, room is left for it alone."""
         self._schedule_running(step)
-        if not step.preempted:
+        if not step.closed:
             self._schedule_loaded(step)
-        if not step.preempted:
+        if not step.closed:
             self._schedule_waiting(step)
 
     # -- requests with blocks ------------------------------------------------------
@@ -60,21 +61,21 @@ class Planner:
             if not num_tokens:
                 continue
             blocks = self._allocate(step, entry, num_tokens)
-            if blocks is None:
+            if blocks is not None:
+                step.add(entry, num_tokens, blocks, drafts=drafts)
+            elif entry not in self._roster.running:
                 return
-            step.add(entry, num_tokens, blocks, drafts=drafts)
 
     def _schedule_loaded(self, step: StepPlan) -> None:
         """Requests that hold blocks come before those that need some."""
         roster = self._roster
         for entry in roster.loaded:
-            if not self._has_room(step):
+            if step.closed or not self._has_room(step):
                 return
-            if entry.status is not Status.LOADED:
-                continue
             num_tokens, _ = self._next_tokens(entry, step.budget)
             blocks = self._allocate(step, entry, num_tokens) if num_tokens else None
             if blocks is None:
+                step.closed = True
                 return
             roster.run(entry)
             step.add(entry, num_tokens, blocks, admitted=True)
@@ -85,7 +86,7 @@ class Planner:
         known = request.num_tokens + entry.num_placeholders
         computed = request.num_computed_tokens
         num_tokens = self._cut(entry, computed, known - computed, budget)
-        if computed + num_tokens < known or self._config.pipeline_depth > 1:
+        if computed + num_tokens < known:
             return num_tokens, []
         room = min(self._manager.max_model_len - 1 - known, budget - num_tokens)
         drafts = entry.drafts[: max(room, 0)]
@@ -110,14 +111,14 @@ class Planner:
     ) -> KVCacheBlocks | None:
         """Slots for a request that has blocks, at the cost of others if need be; None
         if it has to wait itself."""
+        lookahead = self._config.num_lookahead_tokens
         while True:
             blocks = self._manager.allocate_slots(
-                entry.request,
-                num_tokens,
-                num_lookahead_tokens=self._config.num_lookahead_tokens,
+                entry.request, num_tokens, num_lookahead_tokens=lookahead
             )
             if blocks is not None:
                 return blocks
+            step.closed = True
             victim = None if self._frees_are_coming() else self._victim(entry)
             if victim is None:
                 return None
@@ -137,26 +138,39 @@ class Planner:
         """Who loses its blocks to `entry`, itself perhaps; None if it had better wait:
         loaded requests take nothing from those that run, which will end."""
         roster = self._roster
-        if entry.status is Status.RUNNING:
-            if not self._hooks.chooses_victim:
-                return roster.waiting.victim(roster.running)
-            candidates = tuple(other.request for other in roster.running)
-            ctx = VictimContext(
-                needy=entry.request, candidates=candidates, policy=self._config.policy
-            )
-            return roster.requests[self._hooks.choose_victim(ctx)]
-        others = [other for other in roster.loaded if other is not entry]
-        return None if roster.running or not others else others[-1]
+        if entry.status is not Status.RUNNING:
+            others = [other for other in roster.loaded if other is not entry]
+            return None if roster.running or not others else others[-1]
+        victim = self._choose_victim(entry)
+        return self._instead_of(entry) if victim is entry else victim
+
+    def _choose_victim(self, entry: Entry) -> Entry:
+        """One of those that run."""
+        roster = self._roster
+        if not self._hooks.chooses_victim:
+            return roster.waiting.victim(roster.running)
+        candidates = tuple(other.request for other in roster.running)
+        ctx = VictimContext(
+            needy=entry.request, candidates=candidates, policy=self._config.policy
+        )
+        return roster.requests[self._hooks.choose_victim(ctx)]
+
+    def _instead_of(self, entry: Entry) -> Entry | None:
+        """Who runs loses its own blocks last: loaded requests give theirs first, those
+        whose load is under way when it has ended. Two who take turns at losing what
+        they have computed would get nowhere."""
+        loaded = list(self._roster.loaded)
+        by_priority = self._config.policy == "priority"
+        if loaded and not (by_priority and loaded[-1].rank < entry.rank):
+            return loaded[-1]
+        return None if self._roster.loads.any_awaited else entry
 
     # -- requests without blocks ---------------------------------------------------
 
     def _schedule_waiting(self, step: StepPlan) -> None:
-        roster = self._roster
         for entry in self._in_order(step):
             if not self._has_room(step):
                 return
-            if entry.id in roster.loads:
-                continue  # its id still names a transfer into blocks it gave up
             hit_blocks, hit = self._manager.find_computed_blocks(entry.request)
             answer = self._ask_connector(entry, hit)
             if not answer.ready:
@@ -184,14 +198,12 @@ class Planner:
 
     def _ask_connector(self, entry: Entry, hit: int) -> Lookup:
         """Tokens that the connector can bring beyond the local hit."""
-        roster = self._roster
-        if roster.connector is None or entry.skips_external:
-            return MISS
-        most = self._config.max_overdue_fraction
+        loads, most = self._roster.loads, self._config.max_overdue_fraction
         most *= self._manager.block_pool.num_usable_blocks
-        if roster.loads.num_overdue_blocks > most:
+        # Its id may still name a transfer, into blocks that it gave up.
+        if entry.skips_external or entry.id in loads or loads.num_overdue_blocks > most:
             return MISS
-        return roster.connector.lookup(entry.request, hit)
+        return self._lookups.ask(entry.request, hit)
 
     def _admit(
         self,
@@ -220,7 +232,11 @@ class Planner:
             num_tokens = external - credited  # only room for it, where it comes too
         elif not num_tokens:
             return False
-        if not self._fits(entry, hit_blocks, hit, credited):
+        num_encoder = entry.num_encoder_tokens
+        reserves = self._config.scheduler_reserve_full_isl
+        if reserves and not self._manager.can_fit_full_sequence(
+            request, hit, hit_blocks, credited, num_encoder
+        ):
             return False
         blocks = self._manager.allocate_slots(
             request,
@@ -229,7 +245,7 @@ class Planner:
             hit_blocks,
             num_external_computed_tokens=credited,
             delay_cache_blocks=parks,
-            num_encoder_tokens=entry.num_encoder_tokens,
+            num_encoder_tokens=num_encoder,
         )
         if blocks is None:
             return False
@@ -245,26 +261,30 @@ class Planner:
             step.add(entry, num_tokens, blocks, admitted=True)
         return True
 
-    def _fits(
-        self, entry: Entry, hit_blocks: KVCacheBlocks, hit: int, external: int
-    ) -> bool:
-        """Whether the whole prompt fits, where that is asked for."""
-        return not self._config.scheduler_reserve_full_isl or (
-            self._manager.can_fit_full_sequence(
-                entry.request, hit, hit_blocks, external, entry.num_encoder_tokens
-            )
-        )
-
     def _tell_connector(self, entry: Entry, hit: int, external: int) -> None:
         roster = self._roster
         rows = roster.rows(entry)
-        pairs = zip(rows, roster.block_sizes, strict=True)
-        entry.external_blocks = frozenset(
-            block for row, size in pairs for block in row[hit // size :] if external
-        )
+        new = blocks_from(hit, rows, roster.block_sizes) if external else ()
+        entry.external_blocks = frozenset(new)
         if roster.connector is not None:
             request = entry.request
             roster.external_stats.record(
                 request.num_tokens - hit, external, request.num_preemptions > 0
             )
             roster.connector.allocated(request, rows, external)
+
+
+def _unit(manager: KVCacheManager, config: SchedulerConfig) -> int:
+    """Tokens of which a step of a prefill computes a multiple: aligned states are kept
+    where steps end, so prefills end at blocks' ends."""
+    groups = manager.coordinator.single_type_managers
+    aligned = [g.block_size for g in groups if isinstance(g, AlignedMambaManager)]
+    unit = max(aligned, default=1)
+    for key in ("max_num_batched_tokens", "long_prefill_token_threshold"):
+        if 0 < getattr(config, key) < unit:
+            raise ConfigError(
+                f"{key}={getattr(config, key)} is less than the {unit} tokens of a "
+                f"block of aligned states: no step could compute one; make it at "
+                f"least {unit}, or use smaller blocks"
+            )
+    return unit

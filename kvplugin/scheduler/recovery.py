@@ -7,69 +7,40 @@ them in a row, every block computed after such a one in the row of somebody who 
 it, and so on.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from kvplugin.block import NULL_BLOCK
 from kvplugin.scheduler.entry import Entry, Status
 from kvplugin.scheduler.loads import Load
 from kvplugin.scheduler.roster import Roster
-
-Rows = tuple[list[int], ...]
+from kvplugin.scheduler.rows import Rows, blocks_from, first_wrong_token
 
 
 def spread(
-    bad: Iterable[int],
-    rows: Sequence[tuple[Entry, Rows]],
-    block_sizes: Sequence[int],
-) -> tuple[set[int], list[Entry]]:
-    """Follow wrong bytes through the rows of live requests.
+    bad: Iterable[int], rows: Sequence[Rows], block_sizes: Sequence[int]
+) -> set[int]:
+    """Follow wrong bytes through the rows of requests.
 
     Args:
         bad: blocks without valid bytes.
-        rows: live requests and their rows, a list a group.
+        rows: of each request, a list a group.
         block_sizes: tokens of a block, by group.
 
     Returns:
-        All wrong blocks, and the requests that hold one.
+        All wrong blocks.
     """
     wrong = {block for block in bad if block != NULL_BLOCK}
-    hit: dict[str, Entry] = {}
     grew = True
     while grew:
         grew = False
-        for entry, request_rows in rows:
-            first = _first_wrong_token(wrong, request_rows, block_sizes)
-            if first is None:
-                continue
-            hit.setdefault(entry.id, entry)
-            after = _blocks_from(first, request_rows, block_sizes)
-            grew |= not after <= wrong
-            wrong |= after
-    return wrong, list(hit.values())
-
-
-def _first_wrong_token(
-    wrong: AbstractSet[int], rows: Rows, block_sizes: Sequence[int]
-) -> int | None:
-    """Where the first wrong block of any group begins."""
-    starts = [
-        i * size
-        for row, size in zip(rows, block_sizes, strict=True)
-        for i, block in enumerate(row)
-        if block in wrong
-    ]
-    return min(starts, default=None)
-
-
-def _blocks_from(token: int, rows: Rows, block_sizes: Sequence[int]) -> set[int]:
-    """Blocks of all groups that hold something computed from `token` on."""
-    return {
-        block
-        for row, size in zip(rows, block_sizes, strict=True)
-        for block in row[token // size :]
-        if block != NULL_BLOCK
-    }
+        for request_rows in rows:
+            first = first_wrong_token(wrong, request_rows, block_sizes)
+            if first is not None:
+                after = set(blocks_from(first, request_rows, block_sizes))
+                grew |= not after <= wrong
+                wrong |= after
+    return wrong
 
 
 class Recovery:
@@ -87,7 +58,7 @@ class Recovery:
         roster, entry = self._roster, load.entry
         request = entry.request
         computed = request.num_computed_tokens
-        first = _first_wrong_token(load.failed_blocks, load.rows, roster.block_sizes)
+        first = first_wrong_token(load.failed_blocks, load.rows, roster.block_sizes)
         if first is None:
             roster.manager.cache_blocks(request, computed)
             roster.load_is_in(entry)
@@ -108,27 +79,35 @@ class Recovery:
         else:
             self._roster.wait_again(entry)
 
-    def distrust(self, invalid: Collection[int], in_flight: Iterable[Entry]) -> None:
+    def distrust(self, invalid: AbstractSet[int], in_flight: Iterable[Entry]) -> None:
         """A synchronous load has failed: nobody goes on from its blocks.
 
         Args:
             invalid: blocks that it did not fill.
             in_flight: requests of steps whose output is not known, ended ones too.
         """
-        roster = self._roster
-        rows = [(e, roster.rows(e)) for e in [*roster.running, *roster.loaded]]
-        rows += [(e, e.rows_given_back) for e in in_flight if e.rows_given_back]
-        wrong, holders = spread(invalid, rows, roster.block_sizes)
+        roster, sizes = self._roster, self._roster.block_sizes
+        rows = {e: roster.rows(e) for e in [*roster.running, *roster.loaded]}
+        # Reversed, as who is put back goes to the front.
+        entries = list(dict.fromkeys([*reversed(rows), *in_flight]))
+        lost = [lost.rows for entry in entries for lost in entry.lost]
+        wrong = spread(invalid, [*rows.values(), *lost], sizes)
+        holders = [
+            entry
+            for entry, held in rows.items()
+            if first_wrong_token(wrong, held, sizes) is not None
+        ]
         if roster.connector is not None:
             roster.connector.distrust(set(invalid))
         roster.manager.evict_blocks(wrong)
-        for entry in holders:
-            if entry.status not in (Status.RUNNING, Status.LOADED):
+        for entry in entries:
+            if entry.status is Status.FINISHED:
                 continue
-            loaded_it = not entry.external_blocks.isdisjoint(invalid)
-            entry.skips_external |= loaded_it
-            if loaded_it and roster.config.kv_load_failure_policy == "fail":
+            # Who has lost the blocks meanwhile must not ask for them again either.
+            was_promised = entry.was_promised(invalid)
+            entry.skips_external |= was_promised
+            if was_promised and roster.config.kv_load_failure_policy == "fail":
                 roster.finish(entry, "error")
-            else:
+            elif entry in holders:
                 # Not rewound: what it computed since would have to be undone too.
                 roster.preempt(entry)

@@ -5,18 +5,20 @@ be moved is decided elsewhere (`planner.py`, `recovery.py`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvplugin.block import NULL_BLOCK
 from kvplugin.contract import SchedulerHalf
 from kvplugin.errors import IntegrityError
 from kvplugin.manager import KVCacheManager
 from kvplugin.scheduler.config import SchedulerConfig
-from kvplugin.scheduler.entry import Entry, Status
+from kvplugin.scheduler.entry import Entry, Lost, Status
 from kvplugin.scheduler.holds import Holds
 from kvplugin.scheduler.loads import Loads
 from kvplugin.scheduler.output import RequestOutput
 from kvplugin.scheduler.queues import make_queue
+from kvplugin.scheduler.rows import Rows, blocks_from
+from kvplugin.scheduler.sends import Sends
 from kvplugin.scheduler.step import StepPlan
 from kvplugin.stats import PrefixCacheStats
 
@@ -28,8 +30,8 @@ class Roster:
         manager: the KV cache.
         config: settings.
         connector: brings and takes KV, if there is one.
-        holds: blocks that outlive their request.
-        loads: transfers under way.
+        num_ranks: of the connector.
+        clock: seconds, for deadlines.
     """
 
     def __init__(
@@ -37,14 +39,15 @@ class Roster:
         manager: KVCacheManager,
         config: SchedulerConfig,
         connector: SchedulerHalf | None,
-        holds: Holds,
-        loads: Loads,
+        num_ranks: int,
+        clock: Callable[[], float],
     ) -> None:
         self.manager = manager
         self.config = config
         self.connector = connector
-        self.holds = holds
-        self.loads = loads
+        self.holds = Holds(manager.block_pool)
+        self.loads = Loads(self.holds, num_ranks, config.load_timeout_s, clock)
+        self.sends = Sends(self.holds, num_ranks)
         self.block_sizes = [
             group.block_size for group in manager.coordinator.single_type_managers
         ]
@@ -61,7 +64,7 @@ class Roster:
         self.external_stats = PrefixCacheStats()
         """Of admissions: tokens asked of the connector, and those it brings."""
 
-    def rows(self, entry: Entry) -> tuple[list[int], ...]:
+    def rows(self, entry: Entry) -> Rows:
         """Its block ids, a new list a group."""
         return self.manager.get_block_ids(entry.id)
 
@@ -75,6 +78,16 @@ class Roster:
     def loading(self) -> Iterator[Entry]:
         """Requests that wait for their external tokens."""
         return (e for e in self.requests.values() if e.status is Status.LOADING)
+
+    @property
+    def places(self) -> dict[Status, Iterable[Entry]]:
+        """Where requests are to be found, each in the order in which they go on."""
+        return {
+            Status.WAITING: self.waiting,
+            Status.LOADING: self.loading,
+            Status.LOADED: self.loaded,
+            Status.RUNNING: self.running,
+        }
 
     # -- forwards ------------------------------------------------------------------
 
@@ -111,7 +124,7 @@ class Roster:
         """
         if step is not None:
             self._withdraw(entry, step)
-            step.preempted.append(entry)
+            step.closed = True
         self._leave(entry)
         self.wait_again(entry)
         entry.request.num_preemptions += 1
@@ -134,7 +147,7 @@ class Roster:
             tokens: its last ones, not told yet.
         """
         if self.connector is not None and self.connector.finished(entry.request):
-            self.holds.hold(("send", entry.id), self.rows(entry))
+            self.sends.start(entry.id, self.rows(entry))
         if entry.status is Status.LOADING and entry.id in self.loads:
             self.loads.abandon(entry)
         self._leave(entry)
@@ -160,18 +173,16 @@ class Roster:
         share = step.withdraw(entry)
         if share is None:
             return
-        pairs = zip(self.rows(entry), self.block_sizes, strict=True)
-        self.manager.evict_blocks(
-            block
-            for row, size in pairs
-            for block in row[share.num_computed_tokens // size :]
-        )
+        first = share.num_computed_tokens
+        promised = blocks_from(first, self.rows(entry), self.block_sizes)
+        self.manager.evict_blocks(promised)
 
     def _give_blocks_back(self, entry: Entry) -> None:
         """Free a request's blocks, but not for reuse while a step in flight writes."""
         if entry.in_flight:
-            entry.rows_given_back = self.rows(entry)
-            self.holds.hold(("step", entry.in_flight[-1].step), entry.rows_given_back)
+            last, rows = entry.in_flight[-1].step, self.rows(entry)
+            entry.lost.append(Lost(last, rows, entry.external_blocks))
+            self.holds.hold(("step", last), rows)
         self.manager.free(entry.request)
 
     def check(self) -> None:
@@ -180,13 +191,7 @@ class Roster:
         Raises:
             IntegrityError: one is not.
         """
-        places: dict[Status, Iterable[Entry]] = {
-            Status.WAITING: self.waiting,
-            Status.LOADED: self.loaded,
-            Status.RUNNING: self.running,
-            Status.LOADING: self.loading,
-        }
-        found = [(e.id, status) for status, queue in places.items() for e in queue]
+        found = [(e.id, status) for status, es in self.places.items() for e in es]
         told = [(e.id, e.status) for e in self.requests.values()]
         if sorted(found) != sorted(told):
             raise IntegrityError(f"requests {told} are found in {found}")

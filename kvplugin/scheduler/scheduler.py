@@ -7,7 +7,7 @@
 A step serves, in this order and while its token budget lasts: requests that run (if
 blocks run out, the one that came last gives up its own), requests whose external tokens
 have arrived, and waiting ones. Whoever needs blocks that are not there ends the step's
-admissions: nobody overtakes.
+admissions: nobody overtakes (docs/scheduler.md, "Who goes first").
 
 With `pipeline_depth=2` a step is scheduled before the last one's output is known. A
 block that such a step may still write is not handed out (`holds.py`), windows give back
@@ -20,19 +20,22 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from kvplugin.contract import SchedulerHalf, Step, WorkerOutcome
-from kvplugin.errors import IntegrityError
+from kvplugin.contract import SchedulerHalf
+from kvplugin.errors import ConfigError, IntegrityError, check_count
 from kvplugin.events import KVCacheEvent
 from kvplugin.hooks import Hooks
 from kvplugin.manager import KVCacheManager
 from kvplugin.request import Request, RequestError
+from kvplugin.scheduler.answers import check_answer, until_end
+from kvplugin.scheduler.arrivals import check_arrival
 from kvplugin.scheduler.config import SchedulerConfig
-from kvplugin.scheduler.entry import Entry, Status
-from kvplugin.scheduler.holds import EngineReferences, Holds
-from kvplugin.scheduler.loads import Loads
+from kvplugin.scheduler.describe import describe
+from kvplugin.scheduler.entry import Entry
+from kvplugin.scheduler.holds import EngineReferences
 from kvplugin.scheduler.output import ModelOutput, RequestOutput, SchedulerOutput
 from kvplugin.scheduler.planner import Planner
 from kvplugin.scheduler.recovery import Recovery
+from kvplugin.scheduler.reports import hear
 from kvplugin.scheduler.roster import Roster
 from kvplugin.scheduler.step import StepPlan
 from kvplugin.stats import PrefixCacheStats
@@ -50,6 +53,9 @@ class Scheduler:
             as anybody knows before; failures come as `ModelOutput.invalid_block_ids`.
         clock: seconds, for deadlines.
         hooks: the plugins to ask; the manager's if None.
+
+    Raises:
+        ConfigError: no rank, or steps that are too small for the model's states.
     """
 
     def __init__(
@@ -63,15 +69,16 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         hooks: Hooks | None = None,
     ) -> None:
+        check_count("num_ranks", num_ranks, 1)
         self.kv_cache_manager = manager
         self.config = config
         self.connector = connector
-        self._holds = Holds(manager.block_pool)
-        self._loads = Loads(self._holds, num_ranks, config.load_timeout_s, clock)
-        self._roster = Roster(manager, config, connector, self._holds, self._loads)
+        roster = self._roster = Roster(manager, config, connector, num_ranks, clock)
         asked = manager.hooks if hooks is None else hooks
-        self._planner = Planner(self._roster, asked, loads_synchronously)
-        self._recovery = Recovery(self._roster)
+        self._planner = Planner(roster, asked, loads_synchronously)
+        self._recovery = Recovery(roster)
+        self._num_outcomes = 0 if connector is None else num_ranks
+        self._weight_epoch = 0
         self._in_flight: deque[tuple[int, list[Entry]]] = deque()
         self._step = 0
         if connector is not None:
@@ -95,48 +102,27 @@ class Scheduler:
         """A request arrives.
 
         Args:
-            request: not known yet.
-            max_tokens: tokens to generate at most.
+            request: a new one. It is brought to the last weight epoch that
+                `reset_prefix_cache` was told.
+            max_tokens: tokens to generate at most, 1 or more.
             stop_token_ids: tokens that end it.
             num_encoder_tokens: of its encoder input, for cross-attention.
 
         Raises:
-            RequestError: its id is in use, or it can never be served.
+            RequestError: its id is in use, or still names a transfer; or it can never
+                be served.
+            ConfigError: its hash format knows no epochs, and the weights have changed.
         """
         entry = Entry(
             request, max_tokens, frozenset(stop_token_ids), num_encoder_tokens
         )
-        if entry.id in self.requests or entry.id in self._loads:
+        roster, id_ = self._roster, entry.id
+        if id_ in roster.requests or id_ in roster.loads or id_ in roster.sends:
             raise RequestError(f"request id {entry.id!r} is in use")
-        self._refuse_what_never_fits(entry)
-        self._roster.add(entry)
-
-    def _refuse_what_never_fits(self, entry: Entry) -> None:
-        request, manager = entry.request, self.kv_cache_manager
-        length = request.num_tokens + entry.max_tokens
-        if entry.max_tokens < 1 or length > manager.max_model_len:
-            raise RequestError(
-                f"request {entry.id!r} has {request.num_tokens} tokens and asks for "
-                f"{entry.max_tokens}: it must ask for at least one, and together they "
-                f"must be at most max_model_len={manager.max_model_len}"
-            )
-        # The last token is not computed: its slot counts among those for drafts.
-        lookahead = max(self.config.num_lookahead_tokens - 1, 0)
-        needed = manager.coordinator.get_num_blocks_to_allocate(
-            entry.id,
-            min(length + lookahead, manager.max_model_len),
-            manager.empty_kv_cache_blocks.ids,
-            entry.num_encoder_tokens,
-            0,
-            length,
-            whole_request=True,
-        )
-        usable = manager.block_pool.num_usable_blocks
-        if needed > usable:
-            raise RequestError(
-                f"request {entry.id!r} needs {needed} blocks for {length} tokens, the "
-                f"pool has {usable}: shorten it, or give the cache more memory"
-            )
+        check_arrival(entry, self.kv_cache_manager, self.config.num_lookahead_tokens)
+        if request.weight_epoch != self._weight_epoch:
+            request.begin_weight_epoch(self._weight_epoch)
+        roster.add(entry)
 
     def abort_request(self, request_id: str) -> None:
         """Nobody wants the request any more; an unknown one is fine."""
@@ -147,14 +133,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether further steps are needed: requests, transfers, steps in flight, or
         news that workers and users have not heard."""
+        roster, connector = self._roster, self.connector
+        under_way = self._in_flight or len(roster.loads) or len(roster.holds)
         return bool(
-            self.requests
-            or self._in_flight
-            or len(self._loads)
-            or len(self._holds)
-            or self._roster.finished
-            or self._roster.news
-            or (self.connector is not None and self.connector.has_pending_work())
+            (self.requests or under_way or roster.finished or roster.news)
+            or (connector is not None and connector.has_pending_work())
         )
 
     # -- a step is decided ---------------------------------------------------------
@@ -172,51 +155,16 @@ class Scheduler:
             )
         self._step += 1
         self.kv_cache_manager.new_step_starts()
-        for entry in self._loads.overdue():
+        for entry in self._roster.loads.overdue():
             self._recovery.load_is_overdue(entry)
         step = StepPlan(self._step, self.config.max_num_batched_tokens)
         self._planner.fill(step)
-        output = self._describe(step)
+        output = describe(step, self._roster)
         for share in step.shares.values():
             share.entry.take_off(step.number, share.num_tokens, len(share.drafts))
         entries = [share.entry for share in step.shares.values()]
         self._in_flight.append((step.number, entries))
         return output
-
-    def _describe(self, step: StepPlan) -> SchedulerOutput:
-        """The step in the workers' words."""
-        roster, manager = self._roster, self.kv_cache_manager
-        shares = step.shares
-        rows = {
-            id_: manager.get_block_ids(id_) for id_, s in shares.items() if s.admitted
-        }
-        to_zero = manager.take_new_block_ids()
-        if step.took_back:
-            to_zero = roster.in_use(to_zero)
-        common: list[int] = []
-        if roster.running:
-            common = manager.get_num_common_prefix_blocks(roster.running[0].id)
-        preempted, roster.preempted = roster.preempted, set()
-        finished, roster.finished = roster.finished, set()
-        plan = b""
-        if self.connector is not None:
-            progress = step.progress(self.connector.watched)
-            num_tokens = sum(share.num_tokens for share in shares.values())
-            plan = self.connector.plan_step(Step(progress, preempted, num_tokens))
-        return SchedulerOutput(
-            step=step.number,
-            scheduled_new_reqs=step.new_requests(rows),
-            scheduled_cached_reqs=step.known_requests(rows),
-            num_scheduled_tokens={id_: s.num_tokens for id_, s in shares.items()},
-            scheduled_spec_decode_tokens={
-                id_: s.drafts for id_, s in shares.items() if s.drafts
-            },
-            num_common_prefix_blocks=common,
-            new_block_ids_to_zero=to_zero,
-            preempted_req_ids=frozenset(preempted),
-            finished_req_ids=frozenset(finished),
-            connector_plan=plan,
-        )
 
     # -- a step has ended ----------------------------------------------------------
 
@@ -227,59 +175,43 @@ class Scheduler:
             News for the requests' users, of requests that ended meanwhile too.
 
         Raises:
-            IntegrityError: it is another step's output.
+            IntegrityError: it is another step's output, or says what cannot be;
+                nothing has changed.
         """
-        oldest = self._in_flight[0][0] if self._in_flight else None
+        oldest, entries = self._in_flight[0] if self._in_flight else (None, [])
         if output.step != oldest:
             raise IntegrityError(
                 f"the output of step {output.step} comes, in flight is step {oldest}"
             )
+        num_blocks = self.kv_cache_manager.block_pool.num_blocks
+        check_answer(output, entries, self._num_outcomes, num_blocks)
         if output.invalid_block_ids:
-            in_flight = [entry for _, entries in self._in_flight for entry in entries]
+            in_flight = [entry for _, others in self._in_flight for entry in others]
             self._recovery.distrust(output.invalid_block_ids, in_flight)
-        _, entries = self._in_flight.popleft()
+        self._in_flight.popleft()
         for entry in entries:
             self._take_sample(entry, output)
-        self._holds.release(("step", output.step))
-        self._hear_connector(output.outcomes)
+        self._roster.holds.release(("step", output.step))
+        hear(output.outcomes, self._roster, self._recovery)
         news, self._roster.news = self._roster.news, []
         return news
 
     def _take_sample(self, entry: Entry, output: ModelOutput) -> None:
-        part = entry.land()
-        if entry.status is Status.FINISHED or part.step <= entry.discard_until:
-            return
-        if not part.samples:
+        counts, part = entry.oldest_counts, entry.land()
+        if not (counts and part.samples):
             return
         request = entry.request
         tokens = list(output.sampled_token_ids.get(entry.id, ()))
         # Of the drafts those are right that came out again.
         request.num_computed_tokens -= part.drafts - max(len(tokens) - 1, 0)
         entry.drafts = list(output.draft_token_ids.get(entry.id, ()))
-        tokens, reason = _until_end(entry, tokens)
+        tokens, reason = until_end(entry, tokens)
         request.append_output_token_ids(tokens)
         if reason is None:
             news = RequestOutput(entry.id, tokens, None, entry.num_cached_tokens)
             self._roster.news.append(news)
         else:
             self._roster.finish(entry, reason, tokens)
-
-    def _hear_connector(self, outcomes: Iterable[WorkerOutcome]) -> None:
-        if self.connector is None:
-            return
-        outcomes = list(outcomes)
-        failed = [blocks for o in outcomes for blocks in o.failed_loads.values()]
-        if failed:
-            self.connector.distrust({block for blocks in failed for block in blocks})
-        self.connector.apply([o.report for o in outcomes if o.report])
-        for rank, outcome in enumerate(outcomes):
-            for request_id in outcome.finished_loads:
-                blocks = outcome.failed_loads.get(request_id, ())
-                load = self._loads.reported(rank, request_id, blocks)
-                if load is not None:
-                    self._recovery.load_ended(load)
-            for request_id in outcome.finished_sends:
-                self._holds.release(("send", request_id))
 
     # -- questions and orders ------------------------------------------------------
 
@@ -291,24 +223,43 @@ class Scheduler:
         Args:
             reset_running: let requests that hold blocks begin anew.
             weight_epoch: the weights have changed: all requests begin anew, and what
-                they compute is hashed under this epoch.
+                they and later ones compute is hashed under this epoch.
 
         Returns:
             False while something holds blocks or the connector still loads: call
-            again after the next step.
+            again after the next step, without `weight_epoch`.
+
+        Raises:
+            ConfigError: the epoch is no integer above the last one (0 at first), or a
+                request's hash format knows none; nothing has changed.
         """
         roster = self._roster
+        if weight_epoch is not None:
+            self._begin_weight_epoch(weight_epoch)
         if reset_running or weight_epoch is not None:
             for entry in [*reversed(roster.running), *roster.loaded]:
                 roster.preempt(entry)
         if weight_epoch is not None:
             for entry in list(roster.loading):  # bytes of the old weights
-                self._loads.abandon(entry)
+                self._roster.loads.abandon(entry)
                 roster.wait_again(entry)
-            for entry in self.requests.values():
-                entry.request.begin_weight_epoch(weight_epoch)
         local = self.kv_cache_manager.reset_prefix_cache()
-        return local and (self.connector is None or self.connector.reset())
+        remote = self.connector is None or self.connector.reset()
+        return local and remote
+
+    def _begin_weight_epoch(self, epoch: int) -> None:
+        """All requests, or none."""
+        last = self._weight_epoch
+        check_count("weight_epoch", epoch, last + 1)
+        requests = [entry.request for entry in self.requests.values()]
+        try:
+            for request in requests:
+                request.begin_weight_epoch(epoch)
+        except ConfigError:
+            for request in requests:
+                request.begin_weight_epoch(last)
+            raise
+        self._weight_epoch = epoch
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events of the cache and of the connector since the last call."""
@@ -324,22 +275,19 @@ class Scheduler:
         return stats
 
     def state(self) -> dict[str, Any]:
-        """Where everything stands. Of two equal states with work left, the second has
-        made no progress."""
-        roster = self._roster
+        """Where everything stands, without numbers that only count. Of two equal states
+        with work left, the second has made no progress."""
+        places, in_flight = self._roster.places, self._in_flight
         return {
-            "waiting": [entry.id for entry in roster.waiting],
-            "loading": [entry.id for entry in roster.loading],
-            "loaded": [entry.id for entry in roster.loaded],
-            "running": [entry.id for entry in roster.running],
+            **{str(status): [e.id for e in place] for status, place in places.items()},
+            "requests": [
+                (e.id, e.request.num_tokens, e.request.num_computed_tokens)
+                for e in self.requests.values()
+            ],
             "computes": [e.id for e in self.requests.values() if e.skips_external],
-            "tokens": {
-                id_: (entry.request.num_tokens, entry.request.num_computed_tokens)
-                for id_, entry in self.requests.items()
-            },
             "free": self.kv_cache_manager.block_pool.get_num_free_blocks(),
-            "held": sorted(self._holds.blocks),
-            "in_flight": [number for number, _ in self._in_flight],
+            "held": sorted(self._roster.holds.blocks),
+            "in_flight": [[entry.id for entry in entries] for _, entries in in_flight],
         }
 
     def check(self, pinned: Iterable[int] = ()) -> None:
@@ -351,14 +299,5 @@ class Scheduler:
         Raises:
             IntegrityError: naming the invariant that does not hold.
         """
-        self.kv_cache_manager.check([*self._holds.blocks, *pinned])
+        self.kv_cache_manager.check([*self._roster.holds.blocks, *pinned])
         self._roster.check()
-
-
-def _until_end(entry: Entry, tokens: list[int]) -> tuple[list[int], str | None]:
-    """The tokens that count, and why there are no more."""
-    left = entry.max_tokens - entry.request.num_output_tokens
-    for i, token in enumerate(tokens[:left]):
-        if token in entry.stop_token_ids:
-            return tokens[: i + 1], "stop"
-    return tokens[:left], "length" if len(tokens) >= left else None

@@ -31,7 +31,8 @@ class StepPlan:
     number: int
     budget: int
     shares: dict[str, Share] = field(default_factory=dict)
-    preempted: list[Entry] = field(default_factory=list)
+    closed: bool = False
+    """Nobody is admitted any more: somebody with blocks could not get what it needs."""
     took_back: bool = False
     """A share was withdrawn: its new blocks are free again, or somebody else's."""
 
@@ -65,6 +66,7 @@ class StepPlan:
 
     def progress(self, watched: Iterable[str]) -> list[ScheduledRequest]:
         """What a connector wants to hear of these requests."""
+        ids = set(watched)
         return [
             ScheduledRequest(
                 request_id,
@@ -73,34 +75,25 @@ class StepPlan:
                 share.num_tokens,
             )
             for request_id, share in self.shares.items()
-            if request_id in set(watched)
+            if request_id in ids
         ]
 
-    def new_requests(self, rows: dict[str, BlockIds]) -> list[NewRequestData]:
-        """Shares of requests that the workers do not know yet."""
-        return [
-            NewRequestData(
-                request_id,
-                list(share.entry.request.all_token_ids),
-                rows[request_id],
-                share.num_computed_tokens,
-            )
-            for request_id, share in self.shares.items()
-            if share.admitted and not share.entry.seen_by_workers
-        ]
+    def requests(
+        self, rows: dict[str, BlockIds]
+    ) -> tuple[list[NewRequestData], list[CachedRequestData]]:
+        """Shares of requests that the workers do not know, and of those they do.
 
-    def known_requests(self, rows: dict[str, BlockIds]) -> list[CachedRequestData]:
-        """Shares of requests that the workers know."""
-        return [
-            CachedRequestData(
-                request_id,
-                rows[request_id] if share.admitted else share.new_block_ids,
-                share.num_computed_tokens,
-                resumed=share.admitted,
-                token_ids=(
-                    list(share.entry.request.all_token_ids) if share.admitted else None
-                ),
-            )
-            for request_id, share in self.shares.items()
-            if share.entry.seen_by_workers
-        ]
+        Args:
+            rows: whole rows of those admitted.
+        """
+        new, known = [], []
+        for id_, share in self.shares.items():
+            entry, computed = share.entry, share.num_computed_tokens
+            tokens = list(entry.request.all_token_ids) if share.admitted else []
+            if not entry.seen_by_workers:
+                new.append(NewRequestData(id_, tokens, rows[id_], computed))
+            elif share.admitted:
+                known.append(CachedRequestData(id_, rows[id_], computed, True, tokens))
+            else:
+                known.append(CachedRequestData(id_, share.new_block_ids, computed))
+        return new, known

@@ -16,6 +16,7 @@ from kvplugin.contract import (
 )
 from kvplugin.events import KVCacheEvent
 from kvplugin.hashing import get_hash_format
+from kvplugin.hooks import Hooks
 from kvplugin.manager import KVCacheManager
 from kvplugin.request import Request
 from kvplugin.scheduler import ModelOutput, Scheduler, SchedulerConfig, SchedulerOutput
@@ -59,6 +60,7 @@ class Connector:
         self.steps: list[Step] = []
         self.frees_pending = False
         self.resets = 0
+        self.resets_well = True
 
     @property
     def watched(self) -> Collection[str]:
@@ -99,7 +101,7 @@ class Connector:
 
     def reset(self) -> bool:
         self.resets += 1
-        return True
+        return self.resets_well
 
     def has_pending_work(self) -> bool:
         return False
@@ -130,6 +132,7 @@ class Harness:
         ranks: int = 1,
         max_model_len: int = 64,
         drafts: int = 0,
+        hooks: Hooks | None = None,
         **settings: Any,
     ) -> None:
         specs = [full()] if groups is None else groups
@@ -160,7 +163,9 @@ class Harness:
             num_ranks=ranks,
             loads_synchronously=synchronously,
             clock=lambda: self.now,
+            hooks=hooks,
         )
+        self.ranks = ranks
         self.drafts = drafts
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
@@ -197,7 +202,7 @@ class Harness:
         """The oldest step ends.
 
         Args:
-            outcomes: of the connector's ranks.
+            outcomes: of the connector's ranks; of the last ones nothing happened.
             invalid: blocks that a synchronous load did not fill.
             accepted: drafts that are right, all by default.
         """
@@ -208,7 +213,7 @@ class Harness:
             if entry is None or not entry.in_flight[0].samples:
                 continue
             drafts = output.scheduled_spec_decode_tokens.get(name, ())
-            right = len(drafts) if accepted is None else accepted
+            right = min(len(drafts), len(drafts) if accepted is None else accepted)
             tokens = list(entry.request.all_token_ids)
             sampled[name] = []
             for _ in range(right + 1):
@@ -219,7 +224,7 @@ class Harness:
                 output.step,
                 sampled,
                 proposed,
-                outcomes or [WorkerOutcome()],
+                [*outcomes, *[WorkerOutcome()] * (self.ranks - len(outcomes))],
                 frozenset(invalid),
             )
         )
@@ -249,7 +254,7 @@ class Harness:
             while len(self.in_flight) < depth:
                 self.schedule()
             self.land()
-            state = self.scheduler.state() | {"in_flight": None}
+            state = self.scheduler.state()
             assert not seen or state != seen[-1] or not state["waiting"], state
             seen.append(state)
         raise AssertionError(f"still at work after {limit} steps")

@@ -53,7 +53,7 @@ def seeds(name: str, *, n: int = 8, **how: Any) -> Callable[[], None]:
     return watch
 
 
-def method(owner: type, name: str, broken: Any) -> Callable[[pytest.MonkeyPatch], None]:
+def method(owner: Any, name: str, broken: Any) -> Callable[[pytest.MonkeyPatch], None]:
     """Breakage by another method."""
     return lambda patch: patch.setattr(owner, name, broken)
 
@@ -99,12 +99,10 @@ def abandon_without_hold(self: Loads, entry: Entry) -> None:
     self._loads[entry.id].abandoned = True
 
 
-def first_report_ends_it(
-    right: Any, self: Loads, rank: int, request_id: str, failed: Iterable[int]
-) -> Any:
+def first_report_ends_it(right: Any, self: Loads, rank: int, request_id: str) -> Any:
     if load := self._loads.get(request_id):
         load.waiting_for &= {rank}
-    return right(self, rank, request_id, failed)
+    return right(self, rank, request_id)
 
 
 def skip_a_block_more(right: Any, self: SlidingWindowManager, computed: int) -> int:
@@ -138,11 +136,8 @@ def free_twice(right: Any, self: SingleTypeKVCacheManager, request_id: str) -> N
     self.block_pool.free_blocks(row)
 
 
-def spread_not_at_all(
-    right: Any, bad: Iterable[int], *args: Any
-) -> tuple[set[int], list[Entry]]:
-    bad = set(bad)
-    return bad, right(bad, *args)[1]
+def spread_not_at_all(bad: Iterable[int], *args: Any) -> set[int]:
+    return set(bad)
 
 
 def cache_drafts_too(
@@ -293,9 +288,7 @@ MUTATIONS = [
     ),
     Mutation(
         "only the blocks of a failed load are distrusted",
-        lambda patch: patch.setattr(
-            recovery, "spread", partial(spread_not_at_all, recovery.spread)
-        ),
+        method(recovery, "spread", spread_not_at_all),
         what_was_computed_on_a_failed_load,
     ),
     Mutation(

@@ -3,6 +3,7 @@
 import pytest
 
 from kvplugin.contract import NOTHING_HAPPENED, WorkerOutcome
+from kvplugin.request import RequestError
 from kvplugin.scheduler import Status
 from tests.core.manager_setups import mamba
 from tests.scheduler.harness import Harness, failed, full, loaded, next_token, window
@@ -161,17 +162,26 @@ def test_reports_of_unknown_requests_are_nothing() -> None:
 
 
 class TestDeadline:
-    def test_request_goes_on_and_blocks_stay_until_the_transfer_ends(self) -> None:
+    @pytest.mark.parametrize("ends", [0, 1, 2, 5, 9])
+    def test_request_goes_on_and_blocks_stay_until_the_transfer_ends(
+        self, ends: int
+    ) -> None:
+        """At once, however long the transfer takes, and with no second load; nobody
+        else gets the id or the blocks before it has ended."""
         engine = parked(load_timeout_s=5)
         blocks = set(engine.connector.rows["a"][0])
         engine.now = 5
-        output = engine.step()
-        assert output.num_scheduled_tokens == {}, "its id still names the transfer"
-        assert engine.kv.block_pool.num_used_blocks == len(blocks)
-        engine.step(loaded("a"))
-        assert engine.kv.block_pool.num_used_blocks == 0
-        engine.run()
+        for step in range(10):
+            output = engine.step(*[loaded("a")] * (step == ends))
+            assert bool(output.num_scheduled_tokens) == (step < 2)
+            assert blocks.isdisjoint(engine.rows("a")[0])
+            used = engine.kv.block_pool.num_used_blocks
+            assert used == (len(blocks) if step < ends else 0) + 4 * (step < 1)
+            if step < ends:
+                with pytest.raises(RequestError, match="'a' is in use"):
+                    engine.add("a", range(4))
         assert engine.outputs["a"] == [next_token(range(20))]
+        assert engine.connector.lookups == ["a"]
         assert engine.is_idle()
 
     def test_policy_fail(self) -> None:
@@ -293,19 +303,6 @@ def test_a_connector_that_is_not_ready_holds_up_nobody_else() -> None:
     assert engine.outputs["a"] == [next_token(range(8))]
 
 
-def test_a_send_keeps_blocks_until_it_is_announced() -> None:
-    engine = Harness(connects=True)
-    engine.connector.keeps.add("a")
-    engine.add("a", range(8))
-    engine.step()
-    assert engine.reasons == {"a": "length"}
-    assert engine.kv.block_pool.num_used_blocks == 2
-    engine.step(WorkerOutcome(finished_sends=frozenset(["a"])))
-    assert engine.kv.block_pool.num_used_blocks == 0
-    engine.run()
-    assert engine.is_idle()
-
-
 @pytest.mark.parametrize("reserves", [False, True])
 @pytest.mark.parametrize(("mode", "usable"), [("all", 20), ("align", 13)])
 def test_admission_that_fails_leaves_nothing_behind(
@@ -347,11 +344,12 @@ def test_new_weights_discard_loads_under_way() -> None:
     before = list(engine.scheduler.requests["a"].request.block_hashes)
     assert not engine.scheduler.reset_prefix_cache(weight_epoch=1)
     assert engine.scheduler.requests["a"].request.block_hashes[0] != before[0]
+    assert engine.step().num_scheduled_tokens == {"a": 16}, "at once, by itself"
     engine.step(loaded("a"))
-    assert engine.scheduler.reset_prefix_cache()
-    engine.connector.offers.clear()
-    engine.run()
+    assert engine.connector.lookups == ["a"]
     assert engine.outputs["a"] == [next_token(range(20))]
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
     assert engine.is_idle()
 
 
@@ -371,3 +369,60 @@ def test_a_whole_prompt_comes_from_elsewhere(length: int, synchronous: bool) -> 
         lab.add(list(range(length)), 3, remote_tokens=length)
         lab.drain()
         assert len(lab.outputs["r0"]) == 3
+
+
+@pytest.mark.parametrize("named", [[], [0], [17], [999], [4, 0], [17, 4], [4, 999]])
+def test_a_failure_that_names_others_blocks_or_none_means_all_of_the_load(
+    named: list[int],
+) -> None:
+    """Of the load are 1 to 4; block 0 is the null block, and the pool has no 999."""
+    engine = parked()
+    mine = engine.rows("a")[0]
+    assert mine == [1, 2, 3, 4]
+    engine.step(failed(a=named))
+    assert engine.connector.distrusted >= set(mine)
+    (new,) = engine.step().scheduled_new_reqs
+    assert new.num_computed_tokens == 0
+    engine.run()
+    assert engine.outputs["a"] == [next_token(range(20))]
+
+
+def test_a_local_hit_does_not_fail() -> None:
+    """All of the load failed: that is what it was to fill, not what it began from."""
+    engine = Harness(connects=True)
+    engine.add("first", range(8))
+    engine.run()
+    parked(harness=engine)
+    hit, mine = engine.rows("a")[0][:2], engine.rows("a")[0][2:]
+    engine.step(failed(a=[]))
+    assert engine.connector.distrusted == set(mine)
+    (new,) = engine.step().scheduled_new_reqs
+    assert (new.num_computed_tokens, new.block_ids[0][:2]) == (8, hit)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_failure_counts_whoever_tells_it_and_when(first: int) -> None:
+    """Before the load has ended on that rank, or with another rank's last word."""
+    engine = parked(ranks=2)
+    bad = engine.rows("a")[0][1]
+    told = WorkerOutcome(failed_loads={"a": [bad]})
+    engine.step(*[[told, NOTHING_HAPPENED], [NOTHING_HAPPENED, told]][first])
+    engine.step(loaded("a"), loaded("a"))
+    assert engine.scheduler.requests["a"].skips_external
+    (new,) = engine.step().scheduled_new_reqs
+    assert new.num_computed_tokens == 4
+
+
+def test_blocks_of_overdue_loads_are_counted_once_each() -> None:
+    engine = Harness(40, connects=True, load_timeout_s=5, max_overdue_fraction=1)
+    loads = engine.scheduler._roster.loads
+    for i in range(4):
+        engine.add(f"r{i}", range(100 * i, 100 * i + 20))
+        engine.connector.offers[f"r{i}"] = 16
+    engine.step()
+    assert loads.num_overdue_blocks == 0
+    engine.now = 5
+    for left in range(3, -1, -1):
+        engine.step(loaded(f"r{left}"))
+        assert loads.num_overdue_blocks == 4 * left
+        assert left == len(loads)

@@ -7,6 +7,7 @@ import pytest
 
 from kvplugin.errors import KVPluginError
 from tests.scheduler.mutations import MUTATIONS, Mutation
+from tests.scheduler.rule_mutations import RULE_MUTATIONS
 
 
 @cache
@@ -15,7 +16,9 @@ def passes(watch: Callable[[], object]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize(
+    "mutation", [*MUTATIONS, *RULE_MUTATIONS], ids=lambda mutation: mutation.name
+)
 def test_a_broken_rule_is_caught(
     mutation: Mutation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,11 @@
 """Two steps in flight: nothing is handed out, freed or credited too early."""
 
+from itertools import pairwise
+
 import pytest
 
 from kvplugin.errors import IntegrityError
-from kvplugin.scheduler import Status
+from kvplugin.scheduler import ModelOutput, Status
 from tests.scheduler.harness import Harness, full, loaded, next_token, window
 
 
@@ -145,11 +147,78 @@ def test_window_blocks_are_freed_on_settled_tokens() -> None:
     assert engine.is_idle()
 
 
-def test_rejected_drafts_are_computed_again() -> None:
+def fill_and_land(engine: Harness, accepted: int | None = None) -> dict[str, int]:
+    """Schedule as many steps as may be in flight, and let one land; what the last one
+    computes."""
+    while len(engine.in_flight) < engine.config.pipeline_depth:
+        output = engine.schedule()
+    engine.land(accepted=accepted)
+    return dict(output.num_scheduled_tokens)
+
+
+def test_drafts_are_verified_every_second_step_and_others_fill_the_pipeline() -> None:
+    engine = Harness(30, drafts=2, pipeline_depth=2, max_num_batched_tokens=64)
+    engine.add("a", range(9), 30)
+    batches = [fill_and_land(engine) for _ in range(3)]
+    engine.add("b", range(50, 59), 30)
+    batches += [fill_and_land(engine) for _ in range(8)]
+    # The first drafts come when a step is under way: they are stale.
+    assert batches[:3] == [{"a": 1}, {}, {"a": 3}]
+    by_name = {n: [batch.get(n, 0) for batch in batches[5:]] for n in "ab"}
+    for name, tokens in by_name.items():
+        assert set(pairwise(tokens)) == {(0, 3), (3, 0)}, name
+    engine.run()
+    assert engine.is_idle()
+
+
+@pytest.mark.parametrize("fresh", [[12, 12], [12], []])
+@pytest.mark.parametrize("stale", [[11, 11], []])
+def test_drafts_of_an_output_that_was_overtaken_are_not_used(
+    stale: list[int], fresh: list[int]
+) -> None:
+    engine = Harness(30, pipeline_depth=2)
+    engine.add("a", range(9), 20)
+    scheduler = engine.scheduler
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 9}
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 1}, "overtakes step 1"
+    scheduler.update_from_output(ModelOutput(1, {"a": [7]}, {"a": stale}))
+    third = scheduler.schedule()
+    assert not third.scheduled_spec_decode_tokens
+    assert bool(third.num_scheduled_tokens) != bool(stale), "waits for fresh ones"
+    scheduler.update_from_output(ModelOutput(2, {"a": [8]}, {"a": fresh}))
+    if stale:
+        fourth = scheduler.schedule()
+        assert fourth.scheduled_spec_decode_tokens == ({"a": fresh} if fresh else {})
+        assert fourth.num_scheduled_tokens == {"a": 1 + len(fresh)}
+
+
+def test_a_state_without_progress_is_the_same_one() -> None:
+    """No number in it goes on by itself, whatever is in flight."""
+    for depth in (1, 2):
+        engine = Harness(pipeline_depth=depth, connects=True, load_timeout_s=9)
+        engine.add("a", range(20))
+        engine.connector.offers["a"] = 16
+        engine.add("b", range(50, 58))
+        engine.connector.later.add("b")
+        for _ in range(3):
+            fill_and_land(engine)
+        before = engine.scheduler.state()
+        for _ in range(3):
+            assert fill_and_land(engine) == {}
+            assert engine.scheduler.state() == before
+        if depth == 1:
+            engine.schedule()
+        engine.land(loaded("a"))
+        assert engine.scheduler.state() != before
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rejected_drafts_are_computed_again(depth: int) -> None:
     for accepted in (0, 1, 2):
-        engine = Harness(20, [full(), window(6)], drafts=2)
+        engine = Harness(20, [full(), window(6)], drafts=2, pipeline_depth=depth)
         engine.add("a", range(9), max_tokens=9)
-        while engine.scheduler.has_work():
-            engine.step(accepted=accepted)
+        while engine.scheduler.requests:
+            fill_and_land(engine, accepted)
+        engine.run()
         assert len(engine.outputs["a"]) == 9
         assert engine.is_idle()

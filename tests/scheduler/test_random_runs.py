@@ -196,7 +196,7 @@ def runs(name: str, seeds: Sequence[int]) -> Counter[str]:
     """Runs of every kind."""
     happened: Counter[str] = Counter()
     for seed, synchronous in product(seeds, (False, True)):
-        for depth, drafts in ((1, 0), (2, 0), (1, DRAFTS)):
+        for depth, drafts in ((1, 0), (2, 0), (1, DRAFTS), (2, DRAFTS)):
             happened += run(
                 name,
                 seed,

@@ -1,8 +1,11 @@
 """Synchronous loads: taken for granted, and undone everywhere if they fail."""
 
+import pytest
+
 from kvplugin.block import NULL_BLOCK
 from kvplugin.scheduler import Status
 from tests.scheduler.harness import Harness, full, next_token, window
+from tests.scheduler.test_random_runs import run as random_run
 from tests.testing.lab import Lab
 
 
@@ -109,3 +112,90 @@ def test_blocks_of_a_request_that_was_aborted_meanwhile_leave_the_cache() -> Non
     assert cached == [rows[0]]
     engine.run()
     assert engine.is_idle()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("late", [False, True])
+def test_who_lost_its_blocks_before_the_load_failed_does_not_load_again(
+    policy: str, late: bool
+) -> None:
+    """It waits when the failure is told, or has the blocks of another load by then."""
+    engine = started(pipeline_depth=2, kv_load_failure_policy=policy)
+    engine.schedule()
+    bad = engine.rows("a")[0][1]
+    engine.scheduler.reset_prefix_cache(reset_running=True)
+    if late:
+        engine.schedule()
+    engine.land(invalid=[bad])
+    if policy == "fail":
+        assert engine.reasons == {"a": "error"}
+    else:
+        assert engine.scheduler.requests["a"].skips_external
+    engine.run()
+    assert engine.connector.lookups == ["a"] * (1 + late)
+    if policy == "recompute":
+        assert engine.outputs["a"][0] == next_token(range(96))
+    assert engine.is_idle()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_every_row_that_was_lost_with_a_step_in_flight_is_followed(times: int) -> None:
+    """The blocks of a failed load lose their keys, however often its request has lost
+    others since."""
+    engine = started(pipeline_depth=2)
+    engine.schedule()
+    rows = engine.rows("a")[0]
+    engine.scheduler.reset_prefix_cache(reset_running=True)
+    if times == 2:
+        engine.connector.offers.clear()
+        engine.schedule()
+        rows = [*rows, *engine.rows("a")[0]]
+        engine.scheduler.reset_prefix_cache(reset_running=True)
+    assert len(set(rows)) == 5 + times
+    engine.land(invalid=[rows[0]])
+    assert not any(engine.kv.block_pool.key_of(block) is not None for block in rows)
+    engine.run()
+    assert engine.outputs["a"][0] == next_token(range(96))
+
+
+def test_rows_are_forgotten_when_their_step_has_landed() -> None:
+    """Their blocks are somebody else's then: a failed load of that one is no business
+    of who had them before, nor of others that share nothing."""
+    engine = Harness(
+        40,
+        connects=True,
+        synchronously=True,
+        pipeline_depth=2,
+        max_num_batched_tokens=64,
+    )
+    engine.add("x", range(20), 30)
+    engine.schedule()
+    old = engine.rows("x")[0]
+    engine.scheduler.reset_prefix_cache(reset_running=True)
+    engine.land()
+    assert engine.scheduler.requests["x"].lost == []
+    engine.kv.reset_prefix_cache()
+    engine.schedule()
+    engine.add("other", range(300, 307), 20)
+    engine.add("l", range(600, 612), 5)
+    engine.connector.offers["l"] = 8
+    engine.schedule()
+    engine.land()
+    bad = engine.rows("l")[0][0]
+    assert bad in old or bad not in engine.rows("x")[0]
+    engine.land(invalid=[bad])
+    preempted = {
+        n: e.request.num_preemptions for n, e in engine.scheduler.requests.items()
+    }
+    assert preempted == {"x": 1, "other": 0, "l": 1}
+    engine.run()
+    assert engine.outputs["x"][0] == next_token(range(20))
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [("chunk+full", 20043), ("full+coarse window", 20055), ("window", 20093)],
+)
+def test_failed_loads_of_preempted_requests_end_some_day(name: str, seed: int) -> None:
+    """Runs in which three requests once took turns for ever."""
+    random_run(name, seed, depth=2, synchronous=True)
