@@ -120,7 +120,7 @@ class ScheduledRequest:
     request_id: str
     new_block_ids: tuple[Sequence[int], ...]
     """Per group: blocks appended to the row since `SchedulerHalf.allocated` or the
-    last step; empty for a request admitted in this step."""
+    last step; empty for a request whose blocks `allocated` named in this step."""
     num_computed_tokens: int
     """Tokens whose KV exists before the step."""
     num_scheduled_tokens: int

@@ -8,6 +8,7 @@ from kvplugin.hooks import Hooks, VictimContext, WaitingContext
 from kvplugin.kv_cache_blocks import KVCacheBlocks
 from kvplugin.manager import KVCacheManager
 from kvplugin.managers import AlignedMambaManager
+from kvplugin.request import Request
 from kvplugin.scheduler.config import SchedulerConfig
 from kvplugin.scheduler.entry import Entry, Status
 from kvplugin.scheduler.lookups import Lookups
@@ -85,15 +86,16 @@ class Planner:
         request = entry.request
         known = request.num_tokens + entry.num_placeholders
         computed = request.num_computed_tokens
-        num_tokens = self._cut(entry, computed, known - computed, budget)
+        num_tokens = self._cut(entry, computed, budget)
         if computed + num_tokens < known:
             return num_tokens, []
         room = min(self._manager.max_model_len - 1 - known, budget - num_tokens)
         drafts = entry.drafts[: max(room, 0)]
         return num_tokens + len(drafts), drafts
 
-    def _cut(self, entry: Entry, computed: int, left: int, budget: int) -> int:
-        """How many of the tokens left a step computes."""
+    def _cut(self, entry: Entry, computed: int, budget: int) -> int:
+        """How many of the tokens left after those computed a step takes."""
+        left = entry.request.num_tokens + entry.num_placeholders - computed
         num_tokens = min(left, budget)
         if self._config.long_prefill_token_threshold:
             num_tokens = min(num_tokens, self._config.long_prefill_token_threshold)
@@ -179,8 +181,7 @@ class Planner:
                 return
 
     def _has_room(self, step: StepPlan) -> bool:
-        most = self._config.max_num_seqs
-        return step.budget > 0 and len(self._roster.running) < most
+        return step.budget > 0 and len(self._roster.running) < self._config.max_num_seqs
 
     def _in_order(self, step: StepPlan) -> Iterable[Entry]:
         """Waiting requests as the policy wants them, or a plugin."""
@@ -205,6 +206,16 @@ class Planner:
             return MISS
         return self._lookups.ask(entry.request, hit)
 
+    def _credit(self, request: Request, hit: int, external: int) -> tuple[int, int]:
+        """Tokens to load, and those of them that count as computed; the last token of
+        all is computed in any case, for its logits."""
+        last = request.num_tokens - 1
+        if self._unit > 1:
+            # A state inside a block would be taken for the one at the block's end.
+            external = min(hit + external, last) // self._unit * self._unit - hit
+        credited = min(external, last - hit)
+        return (external, credited) if credited > 0 else (0, 0)
+
     def _admit(
         self,
         step: StepPlan,
@@ -215,19 +226,10 @@ class Planner:
     ) -> bool:
         """Give a waiting request its blocks; False if it must go on waiting."""
         request = entry.request
-        parks = external > 0 and not self._loads_synchronously
-        if external and self._unit > 1:
-            # A state inside a block would be taken for the one at the block's end.
-            whole = min(hit + external, request.num_tokens - 1)
-            external = max(whole // self._unit * self._unit - hit, 0)
-            parks = external > 0 and parks
-        # The last token is computed in any case, for its logits.
-        credited = min(external, request.num_tokens - 1 - hit)
-        if not credited:
-            external, parks = 0, False  # nor waited for, if it is all that would come
+        external, credited = self._credit(request, hit, external)
+        parks = credited > 0 and not self._loads_synchronously
         computed = hit + credited
-        left = request.num_tokens - computed
-        num_tokens = self._cut(entry, computed, left, step.budget)
+        num_tokens = self._cut(entry, computed, step.budget)
         if parks:
             num_tokens = external - credited  # only room for it, where it comes too
         elif not num_tokens:
@@ -258,7 +260,7 @@ class Planner:
             self._roster.park(entry)
         else:
             self._roster.run(entry)
-            step.add(entry, num_tokens, blocks, admitted=True)
+            step.add(entry, num_tokens, blocks, admitted=True, heard=True)
         return True
 
     def _tell_connector(self, entry: Entry, hit: int, external: int) -> None:

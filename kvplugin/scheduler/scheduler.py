@@ -74,8 +74,7 @@ class Scheduler:
         self.config = config
         self.connector = connector
         roster = self._roster = Roster(manager, config, connector, num_ranks, clock)
-        asked = manager.hooks if hooks is None else hooks
-        self._planner = Planner(roster, asked, loads_synchronously)
+        self._planner = Planner(roster, hooks or manager.hooks, loads_synchronously)
         self._recovery = Recovery(roster)
         self._num_outcomes = 0 if connector is None else num_ranks
         self._weight_epoch = 0
@@ -113,9 +112,8 @@ class Scheduler:
                 be served.
             ConfigError: its hash format knows no epochs, and the weights have changed.
         """
-        entry = Entry(
-            request, max_tokens, frozenset(stop_token_ids), num_encoder_tokens
-        )
+        stops = frozenset(stop_token_ids)
+        entry = Entry(request, max_tokens, stops, num_encoder_tokens)
         roster, id_ = self._roster, entry.id
         if id_ in roster.requests or id_ in roster.loads or id_ in roster.sends:
             raise RequestError(f"request id {entry.id!r} is in use")

@@ -20,6 +20,8 @@ class Share:
     """What its rows grew by; None for nothing."""
     admitted: bool
     """It did not run in the step before: the workers get its whole rows."""
+    heard: bool
+    """The connector was told of these blocks when they were allocated."""
     num_computed_tokens: int
     """Before the step."""
 
@@ -44,8 +46,9 @@ class StepPlan:
         *,
         drafts: Iterable[int] = (),
         admitted: bool = False,
+        heard: bool = False,
     ) -> None:
-        """Schedule tokens of a request whose slots are allocated."""
+        """Schedule tokens of a request whose slots are allocated; see `Share`."""
         self.budget -= num_tokens
         self.shares[entry.id] = Share(
             entry,
@@ -53,6 +56,7 @@ class StepPlan:
             list(drafts),
             blocks.get_block_ids(allow_none=True),
             admitted,
+            heard,
             entry.request.num_computed_tokens,
         )
 
@@ -70,7 +74,7 @@ class StepPlan:
         return [
             ScheduledRequest(
                 request_id,
-                () if share.admitted else share.new_block_ids or (),
+                () if share.heard else share.new_block_ids or (),
                 share.num_computed_tokens,
                 share.num_tokens,
             )

@@ -1,0 +1,108 @@
+"""Connectors under this engine: what they are told, and how their halves are made."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvplugin.connectors.offload.config import OffloadConfig
+from kvplugin.connectors.offload.scheduler import OffloadScheduler
+from kvplugin.connectors.offload.worker import OffloadWorker
+from kvplugin.contract import (
+    EngineInfo,
+    GroupInfo,
+    GroupKind,
+    SchedulerHalf,
+    WorkerHalf,
+)
+from kvplugin.spec import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    layer_spec,
+)
+from kvplugin.worker.describe import describe_caches
+from kvplugin.worker.tensors import KVTensors
+
+# Subclasses first: MLA and sinks are full attention.
+_KINDS: Final[tuple[tuple[type[KVCacheSpec], GroupKind], ...]] = (
+    (MLAAttentionSpec, GroupKind.MLA),
+    (FullAttentionSpec, GroupKind.FULL),
+    (SlidingWindowSpec, GroupKind.SLIDING_WINDOW),
+    (ChunkedLocalAttentionSpec, GroupKind.CHUNKED_LOCAL),
+    (MambaSpec, GroupKind.MAMBA),
+    (CrossAttentionSpec, GroupKind.CROSS_ATTENTION),
+)
+
+
+@dataclass(frozen=True)
+class Connector:
+    """How the two halves of a connector are made."""
+
+    make_scheduler_half: Callable[[EngineInfo], SchedulerHalf]
+    make_worker_half: Callable[[EngineInfo], WorkerHalf]
+    """Called once a rank; the engine registers the rank's KV tensors with it."""
+
+
+def offload(config: OffloadConfig) -> Connector:
+    """Offload to host memory."""
+    return Connector(
+        lambda info: OffloadScheduler(info, config),
+        lambda info: OffloadWorker(info, config),
+    )
+
+
+def engine_info(
+    config: KVCacheConfig,
+    tensors: KVTensors,
+    *,
+    hash_block_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    prefix_caching: bool = True,
+    engine_id: str = "reference",
+) -> EngineInfo:
+    """What connectors may know of this engine and rank.
+
+    Args:
+        config: the rank's.
+        tensors: its KV memory.
+        hash_block_size: tokens of a block hash.
+        rank: of the tensor-parallel ranks.
+        world_size: their number.
+        prefix_caching: whether the engine has it.
+        engine_id: names the engine among others.
+    """
+    groups = tuple(
+        GroupInfo(
+            index=index,
+            kind=group_kind(group.kv_cache_spec, group.own_layer_names),
+            block_size=group.kv_cache_spec.block_size,
+            layers={name: tensors.layers[name].page for name in group.own_layer_names},
+        )
+        for index, group in enumerate(config.kv_cache_groups)
+    )
+    return EngineInfo(
+        engine_id=engine_id,
+        groups=groups,
+        num_blocks=config.num_blocks,
+        hash_block_size=hash_block_size,
+        world_size=world_size,
+        rank=rank,
+        prefix_caching=prefix_caching,
+    )
+
+
+def group_kind(spec: KVCacheSpec, layers: Sequence[str]) -> GroupKind:
+    """How the layers of a group use their history."""
+    one = layer_spec(spec, layers[0])
+    return next((kind for cls, kind in _KINDS if isinstance(one, cls)), GroupKind.OTHER)
+
+
+def register(half: WorkerHalf, tensors: KVTensors) -> None:
+    """Give a worker half its rank's KV memory."""
+    half.register(describe_caches(tensors))

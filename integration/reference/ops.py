@@ -1,0 +1,11 @@
+"""The operations on KV memory that the engine needs; the only place that names them."""
+
+from kvplugin.kernels.dispatch import (
+    block_zeroer,
+    write_ds_mla,
+    write_kv,
+    write_latent,
+)
+from kvplugin.kernels.records import unpack_ds_mla
+
+__all__ = ["block_zeroer", "unpack_ds_mla", "write_ds_mla", "write_kv", "write_latent"]
