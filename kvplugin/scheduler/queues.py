@@ -61,8 +61,9 @@ class ByPriority(FirstComeFirstServed):
         return entry.rank
 
     def victim(self, candidates: Sequence[Entry]) -> Entry:
-        """The one that would be admitted last."""
-        return max(candidates, key=lambda entry: entry.rank)
+        """The one that would be admitted last; among equals the one that was, or they
+        would take turns at losing what they have computed (0.19.1 takes the first)."""
+        return max(reversed(candidates), key=lambda entry: entry.rank)
 
 
 def make_queue(policy: str) -> FirstComeFirstServed:

@@ -185,6 +185,12 @@ def test_everybody_ends_if_every_load_succeeds(first: int) -> None:
     assert preemptions > 100, "the runs are too tame"
 
 
+@pytest.mark.parametrize("seed", [6705, 11441])
+def test_equals_do_not_take_turns_at_losing_their_blocks(seed: int) -> None:
+    """Two steps in flight, by priority, and nobody has an arrival time."""
+    random_run(seed)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("first", range(1000, 21000, 1000))
 def test_everybody_ends_if_every_load_succeeds_for_long(first: int) -> None:
