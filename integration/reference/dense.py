@@ -7,7 +7,7 @@ import torch
 from kvplugin.integration.reference.config import torch_dtype
 from kvplugin.integration.reference.history import Span, Tensors
 from kvplugin.integration.reference.layers import Memory, Mixer
-from kvplugin.integration.reference.model import Model, decode
+from kvplugin.integration.reference.model import Model, RankModel, decode
 from kvplugin.integration.reference.sampling import Sampler
 from kvplugin.kernels.records import pack_ds_mla, round_to, unpack_ds_mla
 
@@ -70,6 +70,27 @@ def dense_logits(
             and latents of `mla_fp8` as records do; None: round nothing.
     """
     rank = model.rank()
+    encoder = rank.embed(encoder_token_ids) if encoder_token_ids else None
+    count = len(token_ids)
+    span = Span(0, count, 0, count if num_prompt is None else num_prompt, encoder)
+    hidden = dense_hidden(rank, rank.embed(token_ids), span, kv_cache_dtype)
+    return rank.logits(hidden)
+
+
+def dense_hidden(
+    rank: RankModel,
+    x: torch.Tensor,
+    span: Span,
+    kv_cache_dtype: str | None = None,
+) -> torch.Tensor:
+    """Hidden states [tokens, hidden] of one request, from its first token on.
+
+    Args:
+        rank: the whole model, as one rank.
+        x: embedded tokens [tokens, hidden].
+        span: of all tokens.
+        kv_cache_dtype: see `dense_logits`.
+    """
     histories: dict[str, DenseTokens | DenseStates] = {}
 
     def history_of(_: int, mixer: Mixer) -> DenseTokens | DenseStates | None:
@@ -82,12 +103,8 @@ def dense_logits(
             histories[mixer.name] = DenseTokens(mixer.sink_rows(), rounding)
         return histories.get(mixer.name)
 
-    encoder = rank.embed(encoder_token_ids) if encoder_token_ids else None
-    count = len(token_ids)
-    span = Span(0, count, 0, count if num_prompt is None else num_prompt, encoder)
-    x = rank.embed(token_ids)
-    positions = torch.arange(count, device=x.device)
-    return rank.logits(decode([rank], x, positions, [span], history_of))
+    positions = torch.arange(len(x), device=x.device)
+    return decode([rank], x, positions, [span], history_of)
 
 
 def _rounding(memory: Memory, dtype: str | None) -> Callable[[Tensors], Tensors]:

@@ -4,9 +4,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from msgspec import structs
 
 from kvplugin.contract import SchedulerHalf, WorkerHalf
 from kvplugin.errors import IntegrityError
@@ -32,6 +33,9 @@ from kvplugin.scheduler import (
     Scheduler,
     SchedulerOutput,
 )
+
+if TYPE_CHECKING:
+    from kvplugin.integration.reference.content import ContentWatch
 
 _PATIENCE: Final = 10_000
 """Steps without news after which `generate` gives up: an engine that stands still."""
@@ -59,6 +63,7 @@ class ReferenceEngine:
         drafter: proposes tokens, if there is one.
         plugins: the hooks to ask; those installed if None.
         clock: seconds, for the deadlines of loads.
+        content: sees whose bytes are written and read, for tests.
 
     Raises:
         ConfigError: model and settings do not go together.
@@ -74,12 +79,13 @@ class ReferenceEngine:
         drafter: Drafter | None = None,
         plugins: Hooks | None = None,
         clock: Callable[[], float] = time.monotonic,
+        content: "ContentWatch | None" = None,
     ) -> None:
-        self.config = config
         ranks = range(config.tensor_parallel_size)
+        extra = [() if drafter is None else drafter.mixers(rank) for rank in ranks]
+        self.config = config = _with_lookahead(config) if extra[0] else config
         settings = cache_settings(config)
         parts = [model.rank(settings, rank, len(ranks)) for rank in ranks]
-        extra = [() if drafter is None else drafter.mixers(rank) for rank in ranks]
         self.plan = plan_memory(
             [[*part.mixers, *more] for part, more in zip(parts, extra, strict=True)],
             config,
@@ -87,9 +93,13 @@ class ReferenceEngine:
         )
         self.manager = _make_manager(self.plan, config, bool(extra[0]), plugins)
         sinks = _sink_blocks(self.manager)
+        make_runner: Callable[..., Runner] = Runner
+        if content is not None:
+            content.bind(self.manager.block_pool, self._request)
+            make_runner = content.make_runner
         self.ranks = Ranks(
             [
-                Runner(
+                make_runner(
                     parts[rank],
                     self.plan,
                     rank,
@@ -191,6 +201,9 @@ class ReferenceEngine:
         self._users[req_id] = User(sampler, len(prompt), tuple(encoder_token_ids))
         self.answers[req_id] = Answer()
         return req_id
+
+    def _request(self, req_id: str) -> Request:
+        return self.scheduler.requests[req_id].request
 
     @property
     def _hash_format(self) -> HashFormat | None:
@@ -317,6 +330,14 @@ class ReferenceEngine:
             half.close()
         if self.scheduler_half is not None:
             self.scheduler_half.close()
+
+
+def _with_lookahead(config: EngineConfig) -> EngineConfig:
+    """Slots for what a drafter writes behind a step: all drafts but the last."""
+    scheduler = config.scheduler
+    most = max(config.num_drafts - 1, scheduler.num_lookahead_tokens)
+    scheduler = structs.replace(scheduler, num_lookahead_tokens=most)
+    return structs.replace(config, scheduler=scheduler)
 
 
 def _make_manager(

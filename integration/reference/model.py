@@ -63,8 +63,15 @@ class Model:
         cache: CacheSettings = CacheSettings(),  # noqa: B008
         rank: int = 0,
         ranks: int = 1,
+        prefix: str = "layers",
     ) -> "RankModel":
         """The part of one tensor-parallel rank.
+
+        Args:
+            cache: what the engine decides about caches.
+            rank: which one.
+            ranks: their number.
+            prefix: of the layers' names, where an engine has several models.
 
         Raises:
             ConfigError: the ranks cannot share the model evenly.
@@ -75,7 +82,7 @@ class Model:
             name: weight[shard.part(shapes[name].split)]
             for name, weight in self.weights.items()
         }
-        return RankModel(shard, weights, cache)
+        return RankModel(shard, weights, cache, prefix)
 
 
 class RankModel:
@@ -85,10 +92,15 @@ class RankModel:
         shard: which part.
         weights: its own, by the names of `weight_shapes`.
         cache: what the engine decides about caches.
+        prefix: of the layers' names.
     """
 
     def __init__(
-        self, shard: Shard, weights: Mapping[str, torch.Tensor], cache: CacheSettings
+        self,
+        shard: Shard,
+        weights: Mapping[str, torch.Tensor],
+        cache: CacheSettings,
+        prefix: str = "layers",
     ) -> None:
         self.shard = shard
         self.config = shard.config
@@ -96,7 +108,12 @@ class RankModel:
         self.mixers: list[Mixer] = [
             KINDS[layer.kind].make(
                 LayerParts(
-                    number, layer, shard, cache, self._under(f"layers.{number}.mixer.")
+                    number,
+                    layer,
+                    shard,
+                    cache,
+                    self._under(f"layers.{number}.mixer."),
+                    prefix,
                 )
             )
             for number, layer in enumerate(shard.config.layers)

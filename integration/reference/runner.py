@@ -1,7 +1,7 @@
 """One rank's worker: block tables, KV tensors, and the histories of a step's layers."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +18,7 @@ from kvplugin.integration.reference.states import (
     StateRows,
     copy_states,
 )
+from kvplugin.kernels.region import Region
 from kvplugin.scheduler import SchedulerOutput
 from kvplugin.spec import MambaSpec
 from kvplugin.worker.batch import StepBatch, WorkerBatch
@@ -25,7 +26,22 @@ from kvplugin.worker.block_table import BlockTables
 from kvplugin.worker.metadata import GroupMetadata, MetadataBuilder, StepMetadata
 from kvplugin.worker.table_shape import table_shape
 from kvplugin.worker.tensors import allocate_kv_cache
-from kvplugin.worker.zeroing import BlockZeroing
+from kvplugin.worker.zeroing import BlockZeroing, Zeroer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenPlaces:
+    """Where tokens lie that are not those of the step."""
+
+    rows: torch.Tensor
+    """Row of each token's request, `NO_ROW` for tokens that leave nothing: int32
+    [tokens]."""
+    positions: torch.Tensor
+    """int64 [tokens]."""
+    requests: torch.Tensor
+    """Rows of the requests, int64 [requests]."""
+    ends: Sequence[int]
+    """Tokens of each that may be read."""
 
 
 class Runner:
@@ -76,9 +92,7 @@ class Runner:
             kernel_block_sizes=plan.kernel_block_sizes,
             device=device,
         )
-        self._zeroing = BlockZeroing(
-            self.tensors, partial(ops.block_zeroer, device=device)
-        )
+        self._zeroing = BlockZeroing(self.tensors, self._make_zeroer)
         self._states = {
             index: StateRows(group.kv_cache_spec)
             for index, group in enumerate(groups)
@@ -89,6 +103,9 @@ class Runner:
         self._sinks = self._write_sinks(sink_blocks)
         self.step: StepMetadata | None = None
         """Of the step that is being computed."""
+
+    def _make_zeroer(self, regions: Sequence[Region]) -> Zeroer:
+        return ops.block_zeroer(regions, device=self.tables.device)
 
     def _make_stores(self) -> dict[str, RowStore]:
         config = self.model.config
@@ -177,17 +194,42 @@ class Runner:
         if mixer.memory is Memory.STATES:
             return PagedStates(cache.tensors, self._state_plans[cache.group])
         group = self.step.groups[cache.group]
-        ratio = self.tables.tables[cache.group].shape.ratio
         slots, ends = group.slots, [span.end for span in spans]
         if mixer.memory is Memory.ENCODER:
             slots, ends = _encoder_places(group, spans)
+        return self._tokens(mixer, group.block_table, slots, ends)
+
+    def history_at(self, mixer: Mixer, places: TokenPlaces) -> PagedTokens:
+        """The same for tokens at other places, in the blocks of this step's requests.
+
+        Raises:
+            IntegrityError: no step has begun.
+        """
+        if self.step is None:
+            raise IntegrityError("no step has begun")
+        group = self.tensors.layers[mixer.name].group
+        slots = places.positions.new_empty(1, len(places.positions))
+        ops.slot_mappings(
+            self.tables.slot_tables([group]), places.rows, places.positions, slots
+        )
+        table = self.step.groups[group].block_table[places.requests]
+        return self._tokens(mixer, table, slots[0], places.ends)
+
+    def _tokens(
+        self,
+        mixer: Mixer,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        ends: Sequence[int],
+    ) -> PagedTokens:
+        shape = self.tables.tables[self.tensors.layers[mixer.name].group].shape
         return PagedTokens(
             self._stores[mixer.name],
-            group.block_table,
+            table,
             slots,
             ends,
-            block_size=group.block_size,
-            num_null=ratio,
+            block_size=shape.kernel_block_size,
+            num_null=shape.ratio,
             sink=self._sinks.get(mixer.name),
         )
 

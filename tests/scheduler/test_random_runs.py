@@ -124,11 +124,13 @@ class PressedLab(Lab):
             getattr(self.transport, how)(job.id)
 
     def repeat_a_report(self) -> None:
-        """A report comes twice, of a request that has ended."""
+        """A report comes twice, of a request that has ended. Not while another of its
+        transfers goes on: which one was meant, its worker half must know."""
+        loads = self.remote.loads
+        busy = {loads[job.id].request_id for job in self.transport.pending}
+        busy |= self.scheduler.requests.keys()
         ended = [
-            job
-            for job in self.transport.ended
-            if self.remote.loads[job].request_id not in self.scheduler.requests
+            job for job in self.transport.ended if loads[job].request_id not in busy
         ]
         if ended:
             self.transport.repeat(self.random.choice(ended))
