@@ -1,9 +1,11 @@
 """The numpy engine of `host_convert.py`: an indexed assignment a box and 16 MiB."""
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
-from kvplugin.kernels._numpy_memory import CHUNK_BYTES, array_of_runs
+from kvplugin.kernels._numpy_memory import CHUNK_BYTES, array_of_runs, pieces
 from kvplugin.kernels.region import Copy, Ids
 from kvplugin.layout import Box, Conversion
 
@@ -11,8 +13,14 @@ from kvplugin.layout import Box, Conversion
 def bind(conversion: Conversion, source_address: int, target_address: int) -> Copy:
     """A function that converts chunks from one memory to another."""
     boxes = [
-        _arrays(conversion, box, source_address, target_address)
+        _arrays(
+            conversion,
+            replace(box, nbytes=nbytes),
+            source_address + start,
+            target_address + start,
+        )
         for box in conversion.boxes
+        for start, nbytes in pieces(box.nbytes)
     ]
     step = max(1, CHUNK_BYTES // max(box.total_bytes for box in conversion.boxes))
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvplugin.kernels._numpy_memory import CHUNK_BYTES, array_of_runs
+from kvplugin.kernels._numpy_memory import CHUNK_BYTES, array_of_runs, pieces
 from kvplugin.kernels.region import Copy, Ids, Pairs
 
 
@@ -10,9 +10,11 @@ def bind(pairs: Pairs) -> Copy:
     """A function that copies blocks from the pairs' sources to their targets."""
     arrays = [
         tuple(
-            array_of_runs(r.address, r.nbytes, (r.blocks,), (r.stride,)) for r in pair
+            array_of_runs(r.address + start, nbytes, (r.blocks,), (r.stride,))
+            for r in pair
         )
         for pair in pairs
+        for start, nbytes in pieces(pair[0].nbytes)
     ]
 
     def copy(source_ids: Ids, target_ids: Ids) -> None:

@@ -16,6 +16,17 @@ anew each time, at half the speed or less. Chunks that fit a cache are 5 % faste
 return to the GIL far more often."""
 
 
+MAX_ITEM: Final = 1 << 30
+"""Bytes of an item: numpy has none of 2 GiB and more."""
+
+
+def pieces(nbytes: int) -> list[tuple[int, int]]:
+    """A run in pieces that can be items: where each begins, and its bytes."""
+    return [
+        (start, min(MAX_ITEM, nbytes - start)) for start in range(0, nbytes, MAX_ITEM)
+    ]
+
+
 def array_of_runs(
     address: int, nbytes: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> npt.NDArray[np.void]:

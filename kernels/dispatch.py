@@ -256,9 +256,20 @@ def _is_cpu(device: "torch.device | str") -> bool:
 
 
 def _torch(device: "torch.device | str") -> "torch.device":
+    """The GPU.
+
+    Raises:
+        ConfigError: torch finds none of this number.
+    """
     import torch
 
-    return torch.device(device)
+    found, count = torch.device(device), torch.cuda.device_count()
+    if (found.index or 0) >= count:
+        raise ConfigError(
+            f"no engine moves KV memory on device {str(device)!r}: torch finds {count} "
+            "GPUs. Use a torch built for the GPU, or another device"
+        )
+    return found
 
 
 def _module(name: str) -> Any:

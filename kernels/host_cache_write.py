@@ -182,6 +182,7 @@ def latent_as_kv(
 
 def fold_heads(*pairs: Pair) -> tuple[Pair, ...]:
     """The same elements as one long head, if every token's heads are contiguous."""
+    pairs = tuple((_unit_stride(rows), _unit_stride(cache)) for rows, cache in pairs)
     if all(
         t.shape[-2] == 1 or t.stride(-2) == t.shape[-1] for pair in pairs for t in pair
     ):
@@ -192,6 +193,14 @@ def fold_heads(*pairs: Pair) -> tuple[Pair, ...]:
     return pairs
 
 
+def _unit_stride(tensor: Tensor) -> Tensor:
+    """The same tensor; where its last dimension is one value, any stride is right, and
+    views of bytes want this one."""
+    if tensor.shape[-1] != 1 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.as_strided(tensor.shape, (*tensor.stride()[:-1], 1))
+
+
 def _check_dim(name: str, tensor: Tensor, dims: int) -> None:
     if tensor.dim() != dims:
         raise ValueError(
@@ -199,7 +208,7 @@ def _check_dim(name: str, tensor: Tensor, dims: int) -> None:
         )
     if 0 in tensor.shape[1:]:
         raise ValueError(f"{name} of shape {list(tensor.shape)} has no elements")
-    if tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
         raise ValueError(
             f"{name}'s last dimension must be contiguous, not of stride "
             f"{tensor.stride(-1)}"

@@ -1,13 +1,14 @@
 """Ids of blocks or chunks, as callers give them and as engines want them."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvplugin.kernels.region import Ids
 
+MAX_INT64: Final = (1 << 63) - 1
 AnyIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 """Flat: a list, a range, an array of any kind of integers."""
 
@@ -61,6 +62,8 @@ def flat_integers(values: AnyIds, what: str) -> Ids:
             f"{what} must be a flat list of integers, not {array.dtype} of shape "
             f"{array.shape}"
         )
+    if array.dtype == np.uint64 and array.size and array.max() > MAX_INT64:
+        raise ValueError(f"{what}: {array.max()} is more than {MAX_INT64}")
     return np.array(array, dtype=np.int64)
 
 

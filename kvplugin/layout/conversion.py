@@ -2,7 +2,9 @@
 
 Both sides' blocks are cut into *chunks*, the largest run of tokens that neither side
 splits: the greatest common divisor of the block sizes. A chunk has one id a side, its
-block's id times the chunks of a block plus its place in there. What a chunk holds is a
+block's id times the chunks of a block plus its place in there. Where kernels count in
+blocks smaller than the pool's (`KVLayout.split`), a block of the pool is simply more
+chunks; their ids follow each other all the same. What a chunk holds is a
 few `Box`es: strided copies of up to two axes around contiguous bytes.
 
     block sizes 64 -> 128: chunks of 64 tokens, one a source block, two a target block
@@ -64,12 +66,12 @@ class Conversion:
 
     @property
     def source_chunks(self) -> int:
-        """Chunks of a source block."""
+        """Chunks of a source block, as its kernels count blocks."""
         return self.source.tokens // self.chunk_tokens
 
     @property
     def target_chunks(self) -> int:
-        """Chunks of a target block."""
+        """Chunks of a target block, likewise."""
         return self.target.tokens // self.chunk_tokens
 
     @property
@@ -92,8 +94,9 @@ class Conversion:
         """Chunk ids that belong together in two rows of one request.
 
         Args:
-            source_ids: blocks that hold its tokens from a common first one on.
-            target_ids: blocks that are to hold them.
+            source_ids: blocks of the pool (as schedulers and regions count them) that
+                hold its tokens from a common first one on.
+            target_ids: blocks of the pool that are to hold them.
             num_tokens: how many; rounded up to a chunk. None for all of the rows,
                 which must then hold equally many.
 
@@ -103,23 +106,18 @@ class Conversion:
         """
         if num_tokens is not None and num_tokens < 0:
             raise ValueError(f"num_tokens {num_tokens} is negative")
-        room = min(
-            len(source_ids) * self.source_chunks, len(target_ids) * self.target_chunks
-        )
+        sources = _chunks_of(source_ids, self.source_chunks * self.source.split)
+        targets = _chunks_of(target_ids, self.target_chunks * self.target.split)
+        room = min(len(sources), len(targets))
         wanted = room if num_tokens is None else -(-num_tokens // self.chunk_tokens)
-        whole = len(source_ids) * self.source_chunks + (
-            len(target_ids) * self.target_chunks
-        )
-        if wanted > room or (num_tokens is None and whole != 2 * room):
+        if wanted > room or (num_tokens is None and len(sources) != len(targets)):
+            held = [side.tokens * side.split for side in (self.source, self.target)]
             raise LayoutMismatchError(
-                f"{len(source_ids)} source blocks of {self.source.tokens} tokens and "
-                f"{len(target_ids)} target blocks of {self.target.tokens} do not both "
+                f"{len(source_ids)} source blocks of {held[0]} tokens and "
+                f"{len(target_ids)} target blocks of {held[1]} do not both "
                 f"hold {'the same' if num_tokens is None else num_tokens} tokens"
             )
-        return (
-            _chunks_of(source_ids, self.source_chunks)[:wanted],
-            _chunks_of(target_ids, self.target_chunks)[:wanted],
-        )
+        return sources[:wanted], targets[:wanted]
 
     def runs(self, source_chunk: int, target_chunk: int) -> Iterator[tuple[int, ...]]:
         """Contiguous copies of one pair of chunks: (source offset, target offset,

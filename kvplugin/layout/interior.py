@@ -36,25 +36,33 @@ class KVLayout:
     """One layer's blocks, down to the row.
 
     Raises:
-        LayoutMismatchError: a size is not positive, an offset is negative, or rows
-            overlap.
+        LayoutMismatchError: a size is not positive, an offset is negative, rows
+            overlap, or `split` does not divide the blocks.
     """
 
     parts: tuple[Part, ...]
     num_blocks: int
+    """As the kernels count: `split` of them are one block of the pool."""
     tokens: int
-    """Of a block."""
+    """Of one of these."""
     heads: int
     dtype: str = ""
     """Of an element; rows of different dtypes are not converted into each other."""
     name: str = ""
     """For messages, e.g. ``FlashAttention HND``."""
+    split: int = 1
+    """Blocks that one id of the pool stands for: id b is blocks b*split to
+    b*split + split-1."""
 
     def __post_init__(self) -> None:
         """Refuse what describes no memory."""
-        sizes = (self.num_blocks, self.tokens, self.heads, len(self.parts))
+        sizes = (self.num_blocks, self.tokens, self.heads, len(self.parts), self.split)
         if min(sizes) < 1:
             raise LayoutMismatchError(f"a KV layout with an empty axis: {self}")
+        if self.num_blocks % self.split:
+            raise LayoutMismatchError(
+                f"split {self.split} does not divide the blocks of {self}"
+            )
         for part in self.parts:
             axes = self._axes(part)
             if part.offset < 0 or part.row_bytes < 1 or overlaps(axes, part.row_bytes):
@@ -98,7 +106,7 @@ class KVLayout:
         return part.row_bytes + sum((n - 1) * step for n, step in steps)
 
     def row(self, part: int, block: int, token: int, head: int) -> int:
-        """Offset in bytes of one row."""
+        """Offset in bytes of one row; `block` as the kernels count."""
         p = self.parts[part]
         return (
             p.offset
@@ -115,6 +123,7 @@ class KVLayout:
         *,
         key_size: int | None = None,
         name: str = "",
+        split: int = 1,
     ) -> "KVLayout":
         """The rows of a strided view.
 
@@ -125,6 +134,7 @@ class KVLayout:
             key_size: elements of a key where a row holds key and value side by side;
                 None where it holds one of them, or a latent.
             name: for messages.
+            split: blocks of the view to a block of the pool.
 
         Raises:
             LayoutMismatchError: the axes are not these, a row is not contiguous, or
@@ -154,8 +164,8 @@ class KVLayout:
         elif key_size is None:
             rows = [("kv", 0, row_bytes)]
         elif 0 < key_size < sizes["dim"]:
-            split = key_size * tensor.itemsize
-            rows = [("k", 0, split), ("v", split, row_bytes - split)]
+            key_bytes = key_size * tensor.itemsize
+            rows = [("k", 0, key_bytes), ("v", key_bytes, row_bytes - key_bytes)]
         else:
             raise LayoutMismatchError(
                 f"key_size {key_size} does not split rows of {sizes['dim']} elements"
@@ -177,4 +187,5 @@ class KVLayout:
             sizes.get("head", 1),
             tensor.dtype,
             name,
+            split,
         )

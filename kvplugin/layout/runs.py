@@ -106,7 +106,10 @@ def _runs_of(tensor: TensorLayout, parts: int, page: PageLayout) -> tuple[Run, .
             *([i * stride for i in range(size)] for size, stride in outer)
         )
     ]
-    return tuple(Run(offset, part_stride * parts, nbytes) for offset in offsets)
+    # A single block may have any stride, as nothing follows it.
+    least = nbytes if page.num_blocks == 1 else 0
+    stride = max(part_stride * parts, least)
+    return tuple(Run(offset, stride, nbytes) for offset in offsets)
 
 
 def overlaps(axes: Iterable[tuple[int, int]], itemsize: int) -> bool:

@@ -61,9 +61,24 @@ class BackendLayout:
 
     def __post_init__(self) -> None:
         """Refuse a layout that cannot be."""
-        if not {"block", "token", "dim"} <= set(self.axes) <= set(AXES):
-            raise ConfigError(f"backend {self.name}: axes {self.axes} not from {AXES}")
+        known = {"block", "token", "dim"} <= set(self.axes) <= set(AXES)
+        if not known or len(set(self.axes)) != len(self.axes):
+            raise ConfigError(
+                f"backend {self.name}: axes {self.axes} must be from {AXES}, each at "
+                "most once, with block, token and dim among them"
+            )
+        if not self.orders:
+            raise ConfigError(
+                f"backend {self.name} has no orders, so it supports no layout: give "
+                f"the order in memory for at least one of {', '.join(LAYOUTS)}"
+            )
         for layout, order in self.orders.items():
+            if order[-1:] != ("dim",) and "dim" in order:
+                raise ConfigError(
+                    f"backend {self.name}, layout {layout}: dim must come last in the "
+                    f"order in memory, not {order}: what a token keeps for a head is "
+                    "one run of bytes"
+                )
             outside_kv = tuple(axis for axis in order if axis != "kv")
             named = tuple(
                 axis
@@ -128,12 +143,15 @@ def keys_first(order: tuple[str, ...]) -> bool:
     return "kv" in order and order.index("kv") < order.index("block")
 
 
-def canonical_layout(name: str, *, layers: bool = False) -> str:
+def canonical_layout(
+    name: str, *, layers: bool = False, asked_by: str = "layout"
+) -> str:
     """The layout that a name or an alias means.
 
     Args:
         name: a name from `LAYOUTS` or `ALIASES`; case does not matter.
         layers: whether an alias means the layout with a layers dimension.
+        asked_by: where the name stands, for the error.
 
     Raises:
         ConfigError: there is no such layout.
@@ -143,7 +161,7 @@ def canonical_layout(name: str, *, layers: bool = False) -> str:
         return ALIASES[upper][layers]
     if upper not in LAYOUTS:
         known = (*LAYOUTS, *ALIASES)
-        raise unknown_name("KV cache layout", name, known, "VLLM_KV_CACHE_LAYOUT")
+        raise unknown_name("KV cache layout", name, known, asked_by)
     return upper
 
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from kvplugin.errors import CapacityError, IntegrityError
 from kvplugin.scheduler import SchedulerOutput
-from kvplugin.scheduler.output import BlockIds, CachedRequestData, NewRequestData
-from kvplugin.worker.block_table import BlockTables
+from kvplugin.scheduler.output import CachedRequestData
+from kvplugin.worker.block_table import BlockTables, Entries
 
 
 @dataclass(slots=True)
@@ -48,6 +48,18 @@ class StepBatch:
         return len(self.requests)
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What a step says of one request."""
+
+    req_id: str
+    entries: Entries | None
+    """For its rows; None for nothing new."""
+    num_computed: int
+    token_ids: Sequence[int] | None = None
+    """Of one whose rows are whole; None for one that goes on."""
+
+
 class WorkerBatch:
     """The requests of a worker.
 
@@ -72,26 +84,79 @@ class WorkerBatch:
     def apply(self, output: SchedulerOutput) -> StepBatch:
         """Take over a step of the scheduler, and tell who computes what.
 
-        The tables are not committed.
+        The tables are not committed. Nothing is changed if anything is raised.
 
         Raises:
             CapacityError: more requests than rows, or a request longer than
                 `max_model_len`.
-            IntegrityError: a scheduled request is not known.
+            IntegrityError: a scheduled request is not known, one comes twice, or goes
+                back to tokens whose blocks fell out of a window.
+            ValueError: block ids are no integers, or not a list a group.
         """
+        gone = output.finished_req_ids | output.preempted_req_ids
+        changes = self._changes(output, gone)
         # Sorted: every rank must come to the same order, and sets have one a process.
-        for req_id in sorted(output.finished_req_ids | output.preempted_req_ids):
+        for req_id in sorted(gone):
             self._remove(req_id)
-        for new in output.scheduled_new_reqs:
-            self._place(new, new.block_ids, new.token_ids)
-        for cached in output.scheduled_cached_reqs:
-            self._continue(cached)
-        scheduled = output.num_scheduled_tokens
-        unknown = scheduled.keys() - self._rows.keys()
-        if unknown:
-            raise IntegrityError(f"requests {sorted(unknown)} have no row")
-        self._bring_to_front(scheduled.keys())
+        for change in changes:
+            if change.token_ids is None:
+                self._continue(change)
+            else:
+                self._place(change, change.token_ids)
+        self._bring_to_front(output.num_scheduled_tokens.keys())
         return self._step(output)
+
+    def _changes(
+        self, output: SchedulerOutput, gone: AbstractSet[str]
+    ) -> list[_Change]:
+        """What becomes of requests, all checked before anything is changed."""
+        known = self._rows.keys() - gone
+        changes = [
+            _Change(
+                new.req_id,
+                self.tables.expand(f"request {new.req_id}", new.block_ids),
+                new.num_computed_tokens,
+                new.token_ids,
+            )
+            for new in output.scheduled_new_reqs
+        ]
+        for cached in output.scheduled_cached_reqs:
+            changes.append(self._cached(cached, known))
+        names = [change.req_id for change in changes]
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise IntegrityError(f"requests {twice} come twice in step {output.step}")
+        if unknown := output.num_scheduled_tokens.keys() - known - set(names):
+            raise IntegrityError(f"requests {sorted(unknown)} have no row")
+        rows, arrivals = self.tables.max_num_reqs, [n for n in names if n not in known]
+        if len(known) + len(arrivals) > rows:
+            raise CapacityError(
+                f"request {arrivals[rows - len(known)]} is one more than the {rows} "
+                "rows of this worker: raise max_num_seqs of the worker to the "
+                "scheduler's"
+            )
+        return changes
+
+    def _cached(self, data: CachedRequestData, known: AbstractSet[str]) -> _Change:
+        name, who = data.req_id, f"request {data.req_id}"
+        computed, ids = data.num_computed_tokens, data.new_block_ids
+        if data.resumed:
+            if ids is None or data.token_ids is None:
+                raise IntegrityError(f"{who} resumes without its blocks or its tokens")
+            return _Change(name, self.tables.expand(who, ids), computed, data.token_ids)
+        if name not in known:
+            raise IntegrityError(f"{who} continues but has no row")
+        row = self._rows[name]
+        before = self.requests[row].num_computed_tokens
+        if self.tables.sees_again(before, computed):
+            raise IntegrityError(
+                f"{who} goes back from {before} computed tokens to {computed}, but "
+                "blocks fell out of its windows: it must resume with new rows"
+            )
+        if ids is None:
+            return _Change(name, None, computed)
+        lengths = self.tables.lengths(row)
+        return _Change(name, self.tables.expand(who, ids, lengths), computed)
 
     def _remove(self, req_id: str) -> None:
         """Fill a request's row with the last one; it may have lost its row before."""
@@ -105,38 +170,22 @@ class WorkerBatch:
             self._rows[last.req_id] = row
             self.tables.move(len(self.requests), row)
 
-    def _place(
-        self,
-        data: NewRequestData | CachedRequestData,
-        block_ids: BlockIds,
-        token_ids: Sequence[int],
-    ) -> None:
+    def _place(self, change: _Change, token_ids: Sequence[int]) -> None:
         """A request with whole new rows, in its old row if it has one."""
-        row = self._rows.get(data.req_id, len(self.requests))
-        if row >= self.tables.max_num_reqs:
-            raise CapacityError(
-                f"request {data.req_id} is one more than the {row} rows of this "
-                "worker: raise max_num_seqs of the worker to the scheduler's"
-            )
-        self.tables.overwrite(row, block_ids)
-        request = WorkerRequest(data.req_id, list(token_ids), data.num_computed_tokens)
+        row = self._rows.get(change.req_id, len(self.requests))
+        if change.entries is not None:
+            self.tables.put(row, change.entries)
+        request = WorkerRequest(change.req_id, list(token_ids), change.num_computed)
         self.requests[row : row + 1] = [request]
-        self._rows[data.req_id] = row
+        self._rows[change.req_id] = row
 
-    def _continue(self, data: CachedRequestData) -> None:
-        if data.resumed:
-            if data.new_block_ids is None or data.token_ids is None:
-                raise IntegrityError(
-                    f"request {data.req_id} resumes without its blocks or its tokens"
-                )
-            self._place(data, data.new_block_ids, data.token_ids)
-            return
-        row = self._rows.get(data.req_id)
-        if row is None:
-            raise IntegrityError(f"request {data.req_id} continues but has no row")
-        if data.new_block_ids is not None:
-            self.tables.append(row, data.new_block_ids)
-        self.requests[row].num_computed_tokens = data.num_computed_tokens
+    def _continue(self, change: _Change) -> None:
+        row = self._rows[change.req_id]
+        request = self.requests[row]
+        if change.entries is not None:
+            self.tables.put(row, change.entries)
+        self.tables.skip(row, request.num_computed_tokens, change.num_computed)
+        request.num_computed_tokens = change.num_computed
 
     def _bring_to_front(self, scheduled: AbstractSet[str]) -> None:
         """Give the leading rows to scheduled requests, with as few swaps as can be."""

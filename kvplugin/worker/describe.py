@@ -56,9 +56,11 @@ def regions(cache: LayerCache) -> list[Region]:
 
 
 def kv_layout(cache: LayerCache) -> KVLayout:
-    """Where each row of a layer's blocks lies, from its first element on.
+    """Where each row of a layer's blocks lies, from its first element on: from
+    ``cache.tensors[0].data_ptr()``.
 
-    Blocks are those of the view: k kernel blocks to a block of the pool.
+    Its blocks are those of the view, `split` of them to a block of the pool, so that
+    conversions take ids of the pool.
 
     Raises:
         LayoutMismatchError: the backend keeps the inside of a page to itself, or the
@@ -89,6 +91,7 @@ def plan_rows(plan: AttentionPlan) -> KVLayout:
         backend.axes,
         key_size=spec.head_size if backend.row_holds_key_and_value else None,
         name=f"{backend.name} {plan.layout}",
+        split=plan.split,
     )
 
 

@@ -3,7 +3,8 @@
 One layout holds for all layers. It is asked for, in this order, by an override in the
 code, by the environment (``VLLM_KV_CACHE_LAYOUT``), by connectors; otherwise it is NHD
 (vLLM 0.19.1 `get_kv_cache_layout`). Unlike there, it has to be one that every backend
-reads: a backend that ignores what a connector asked for sends heads as tokens.
+reads and that no connector's requirement contradicts: who expects heads and gets
+tokens sends wrong bytes. What a connector merely prefers never ends the start.
 """
 
 import logging
@@ -44,7 +45,8 @@ class LayoutWish:
     layout: str | None
     """None: it takes any."""
     required: bool = True
-    """False: another layout serves too, only less well."""
+    """False: another layout serves too, only less well. The first such wish that suits
+    decides if nobody else does; those that lose are logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,34 +85,110 @@ def choose_layout(
 
     Raises:
         ConfigError: no layout suits all backends, an unknown name, one that does not
-            suit them, or connectors that disagree. Says who asked for what, and what
-            would work.
+            suit them, connectors whose requirements disagree, or a requirement that
+            override or environment contradict. Says who asked for what, and what to
+            change.
     """
     suitable = _suitable(cross_layer, one_kind, mixed_pages)
     candidates = _candidates(backends, suitable)
     variable = (os.environ if environment is None else environment).get(ENVIRONMENT_KEY)
-    # Connectors that disagree can't all work, whoever decides.
-    wish = _agreed(wishes, cross_layer)
-    asked = [
-        (Decider.OVERRIDE, "the override", override, True),
-        (Decider.ENVIRONMENT, f"{ENVIRONMENT_KEY}={variable}", variable, True),
-    ]
-    if wish is not None:
-        who = f"connector {wish.connector}"
-        asked.append((Decider.CONNECTOR, who, wish.layout, wish.required))
-    for decider, who, name, required in asked:
-        if not name:
-            continue
-        layout = canonical_layout(name, layers=cross_layer)
-        if layout in candidates:
-            return LayoutChoice(layout, decider, candidates)
-        refusal = _refusal(who, name, layout, backends, candidates)
-        if required:
-            raise refusal
-        logger.warning("%s Going on without it.", refusal)
-    preferred = canonical_layout("NHD", layers=cross_layer)
-    layout = preferred if preferred in candidates else candidates[0]
-    return LayoutChoice(layout, Decider.DEFAULT, candidates)
+    required = _required(wishes, cross_layer)
+    asked = (
+        _Ask(Decider.OVERRIDE, "the override", override),
+        _Ask(Decider.ENVIRONMENT, f"{ENVIRONMENT_KEY}={variable}", variable),
+        required,
+    )
+    ask = next((ask for ask in asked if ask is not None and ask.name), None)
+    choice = None
+    if ask is not None:
+        layout = ask.layout(cross_layer)
+        if layout not in candidates:
+            raise ConfigError(_refusal(ask, layout, backends, candidates))
+        _check_contradiction(ask, required, cross_layer)
+        choice = LayoutChoice(layout, ask.decider, candidates)
+    preferences = [wish for wish in wishes if wish.layout and not wish.required]
+    for wish in preferences:
+        ask = _Ask.of(wish)
+        loss = _loss(ask, choice, backends, candidates, cross_layer)
+        if loss:
+            logger.warning("%s Going on without it.", loss)
+        elif choice is None:
+            choice = LayoutChoice(ask.layout(cross_layer), ask.decider, candidates)
+    if choice is None:
+        preferred = canonical_layout("NHD", layers=cross_layer)
+        layout = preferred if preferred in candidates else candidates[0]
+        choice = LayoutChoice(layout, Decider.DEFAULT, candidates)
+    return choice
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """Somebody asks for a layout."""
+
+    decider: Decider
+    who: str
+    name: str | None
+
+    @classmethod
+    def of(cls, wish: LayoutWish) -> "_Ask":
+        return cls(Decider.CONNECTOR, f"connector {wish.connector}", wish.layout)
+
+    def layout(self, cross_layer: bool) -> str:
+        """ConfigError for an unknown name."""
+        asked_by = self.who.partition("=")[0]
+        return canonical_layout(self.name or "", layers=cross_layer, asked_by=asked_by)
+
+
+def _required(wishes: Sequence[LayoutWish], cross_layer: bool) -> _Ask | None:
+    """What connectors require; they can't all work if they disagree."""
+    firm = [wish for wish in wishes if wish.layout and wish.required]
+    layouts = {_Ask.of(wish).layout(cross_layer) for wish in firm}
+    if len(layouts) > 1:
+        each = ", ".join(f"{wish.connector} {wish.layout}" for wish in firm)
+        raise ConfigError(
+            f"connectors require different KV cache layouts: {each}. Use connectors "
+            "that agree"
+        )
+    return _Ask.of(firm[0]) if firm else None
+
+
+def _check_contradiction(winner: _Ask, required: _Ask | None, layers: bool) -> None:
+    """Whoever decides, a connector that requires another layout can't work."""
+    if required is None:
+        return
+    chosen, needed = winner.layout(layers), required.layout(layers)
+    if chosen != needed:
+        change = {
+            Decider.OVERRIDE: f"set the override to {required.name}, or drop it",
+            Decider.ENVIRONMENT: f"set {ENVIRONMENT_KEY}={required.name}, or unset it",
+        }
+        raise ConfigError(
+            f"{winner.who} asks for KV cache layout {_meaning(winner, chosen)}, but "
+            f"{required.who} requires {_meaning(required, needed)}: "
+            f"{change[winner.decider]}, or use another connector"
+        )
+
+
+def _loss(
+    ask: _Ask,
+    choice: LayoutChoice | None,
+    backends: Mapping[str, BackendLayout],
+    candidates: Sequence[str],
+    cross_layer: bool,
+) -> str:
+    """Why a preference is not what happens; empty if it is, or may be."""
+    try:
+        layout = ask.layout(cross_layer)
+    except ConfigError as error:
+        return f"{error}"
+    if layout not in candidates:
+        return _refusal(ask, layout, backends, candidates)
+    if choice is not None and choice.layout != layout:
+        return (
+            f"{ask.who} asks for KV cache layout {_meaning(ask, layout)}, but "
+            f"{choice.layout} was chosen by {choice.decided_by}."
+        )
+    return ""
 
 
 def _suitable(cross_layer: bool, one_kind: bool, mixed_pages: bool) -> list[str]:
@@ -139,32 +217,23 @@ def _candidates(
     return candidates
 
 
-def _agreed(wishes: Sequence[LayoutWish], cross_layer: bool) -> LayoutWish | None:
-    """The one layout that connectors ask for; the first that requires it speaks."""
-    firm = [wish for wish in wishes if wish.layout]
-    layouts = {canonical_layout(w.layout or "", layers=cross_layer) for w in firm}
-    if len(layouts) > 1:
-        each = ", ".join(f"{wish.connector} {wish.layout}" for wish in firm)
-        raise ConfigError(
-            f"connectors ask for different KV cache layouts: {each}. Use connectors "
-            "that agree"
-        )
-    return next(iter(sorted(firm, key=lambda wish: not wish.required)), None)
-
-
 def _refusal(
-    who: str,
-    name: str,
+    ask: _Ask,
     layout: str,
     backends: Mapping[str, BackendLayout],
     candidates: Sequence[str],
-) -> ConfigError:
-    meant = "" if name.upper() == layout else f" ({layout})"
-    return ConfigError(
-        f"{who} asks for KV cache layout {name}{meant}, which these layers can't have. "
-        f"Attention backends support: {_supported(backends)}. These would work: "
-        f"{', '.join(candidates)}."
+) -> str:
+    return (
+        f"{ask.who} asks for KV cache layout {_meaning(ask, layout)}, which these "
+        f"layers can't have. Attention backends support: {_supported(backends)}. "
+        f"These would work: {', '.join(candidates)}."
     )
+
+
+def _meaning(ask: _Ask, layout: str) -> str:
+    """The name that was given, and what it stands for."""
+    name = ask.name or ""
+    return name if name.upper() == layout else f"{name} ({layout})"
 
 
 def _supported(backends: Mapping[str, BackendLayout]) -> str:

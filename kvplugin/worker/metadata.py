@@ -19,6 +19,7 @@ from kvplugin.worker.batch import StepBatch
 from kvplugin.worker.block_table import BlockTables
 from kvplugin.worker.buffers import MirroredTensor
 from kvplugin.worker.step_tokens import StepTokens, step_tokens
+from kvplugin.worker.tensors import KVTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,9 +90,12 @@ class MetadataBuilder:
         groups: the worker's groups, in the order of the tables.
         tables: their block tables.
         max_num_batched_tokens: most tokens of a step, padding included.
+        tensors: the worker's memory, to check that its views and the tables count in
+            the same blocks.
 
     Raises:
-        ConfigError: not as many groups as tables.
+        ConfigError: not as many groups as tables, or tables and tensors were made for
+            different kernel block sizes.
     """
 
     def __init__(
@@ -99,9 +103,12 @@ class MetadataBuilder:
         groups: Sequence[KVCacheGroupSpec],
         tables: BlockTables,
         max_num_batched_tokens: int,
+        tensors: KVTensors | None = None,
     ) -> None:
         if len(groups) != len(tables.tables):
             raise ConfigError(f"{len(groups)} groups, {len(tables.tables)} tables")
+        if tensors is not None:
+            _check_kernel_blocks(tables, tensors)
         self._groups = tuple(groups)
         self._tables = tables
         self._slot_tables = tables.slot_tables()
@@ -138,9 +145,9 @@ class MetadataBuilder:
         num_reqs, num_tokens = len(step), len(tokens.rows)
         padded_reqs = num_reqs if padded_reqs is None else padded_reqs
         padded_tokens = num_tokens if padded_tokens is None else padded_tokens
-        self._check("max_num_seqs", num_reqs, padded_reqs, self._tables.max_num_reqs)
-        room = self._slots.shape[1]
-        self._check("max_num_batched_tokens", num_tokens, padded_tokens, room)
+        rows, room = self._tables.max_num_reqs, self._slots.shape[1]
+        _check_room("requests", num_reqs, padded_reqs, "max_num_seqs", rows)
+        _check_room("tokens", num_tokens, padded_tokens, "max_num_batched_tokens", room)
         batch = self._batch(step, tokens, padded_reqs, padded_tokens)
         blocks = self._tables.commit(num_reqs, padded_reqs)
         slot_mappings(self._slot_tables, batch.rows, batch.positions, self._slots)
@@ -204,14 +211,44 @@ class MetadataBuilder:
         }
 
     def _buffer(self, size: int, dtype: torch.dtype = torch.int32) -> MirroredTensor:
-        return MirroredTensor(size, dtype=dtype, device=self._tables.device)
+        return MirroredTensor(
+            size,
+            dtype=dtype,
+            device=self._tables.device,
+            pipeline_depth=self._tables.pipeline_depth,
+        )
 
-    @staticmethod
-    def _check(key: str, count: int, padded: int, room: int) -> None:
-        if not count <= padded <= room:
-            raise CapacityError(
-                f"{count} in a step, padded to {padded}: must be ascending and at "
-                f"most {key}={room} of this worker"
+
+def _check_room(what: str, count: int, padded: int, key: str, room: int) -> None:
+    if count > room:
+        raise CapacityError(
+            f"a step of {count} {what}, but {key} of this worker is {room}: raise it "
+            "to the scheduler's"
+        )
+    if padded < count:
+        raise CapacityError(
+            f"a step of {count} {what} can't be padded to {padded}: pad to at least "
+            "as many as it has"
+        )
+    if padded > room:
+        raise CapacityError(
+            f"a step padded to {padded} {what}, but {key} of this worker is {room}: "
+            "pad to no more, or raise it"
+        )
+
+
+def _check_kernel_blocks(tables: BlockTables, tensors: KVTensors) -> None:
+    """Only of groups with a view: others have no kernel blocks."""
+    for cache in tensors.layers.values():
+        if cache.plan is None:
+            continue
+        mine = tables.tables[cache.group].shape.kernel_block_size
+        if mine != cache.plan.block_size:
+            raise ConfigError(
+                f"group {cache.group}: its block table counts blocks of {mine} tokens "
+                f"(kernel_block_size of table_shape), layer {cache.layer!r} those of "
+                f"{cache.plan.block_size} (kernel_block_sizes of allocate_kv_cache): "
+                "give table_shape the sizes of KVTensors.kernel_block_sizes"
             )
 
 

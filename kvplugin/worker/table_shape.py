@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 from kvplugin.errors import ConfigError
 from kvplugin.spec import (
+    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     EngineLimits,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     cdiv,
     check_positive,
@@ -38,9 +40,16 @@ class TableShape:
     """Whether the tokens of a step have slots in it."""
     is_sharded: bool = False
     """Whether context-parallel ranks share its tokens; else each keeps them all."""
+    ranks: int = 1
+    """Context-parallel ranks that `width` reckons with, where they share its tokens."""
+    sliding_window: int = 0
+    """Tokens that a query sees, itself included; 0 for all."""
+    attention_chunk_size: int = 0
+    """Tokens of a chunk, where a query sees its own chunk only; 0 for all."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "block_size", "width", "kernel_block_size")
+        check_positive(self, "block_size", "width", "kernel_block_size", "ranks")
+        check_positive(self, "sliding_window", "attention_chunk_size", least=0)
         if self.block_size % self.kernel_block_size:
             raise ConfigError(
                 f"kernel block size {self.kernel_block_size} does not divide "
@@ -56,6 +65,17 @@ class TableShape:
     def columns(self) -> int:
         """Kernel blocks in the longest row."""
         return self.width * self.ratio
+
+    def num_skipped_blocks(self, num_computed: int) -> int:
+        """Leading blocks of the manager that no query from position `num_computed` on
+        sees; as `get_num_skipped_tokens` of the managers."""
+        tokens = 0
+        if self.sliding_window:
+            tokens = max(num_computed - self.sliding_window + 1, 0)
+        elif self.attention_chunk_size:
+            tokens = num_computed // self.attention_chunk_size
+            tokens *= self.attention_chunk_size
+        return tokens // self.block_size
 
 
 def table_shape(
@@ -73,13 +93,21 @@ def table_shape(
     """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
+    is_sharded = isinstance(spec, FullAttentionSpec)
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+    chunk = (
+        spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else 0
+    )
     return TableShape(
         block_size=spec.block_size,
         # A group that keeps nothing has a table of null blocks.
         width=max(_width(spec, limits), 1),
         kernel_block_size=kernel_block_size or spec.block_size,
         takes_tokens=not isinstance(spec, _NOT_OF_TOKENS),
-        is_sharded=isinstance(spec, FullAttentionSpec),
+        is_sharded=is_sharded,
+        ranks=limits.context_parallel_size if is_sharded else 1,
+        sliding_window=window,
+        attention_chunk_size=chunk,
     )
 
 

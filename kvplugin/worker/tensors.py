@@ -91,6 +91,9 @@ class KVTensors:
     """int8 [bytes]; together exactly the bytes of the configuration."""
     layers: Mapping[str, LayerCache]
     """By layer name, those included that use another's cache."""
+    kernel_block_sizes: tuple[int, ...] = ()
+    """Tokens of a block as the kernels of each group count; for `table_shape`, whose
+    tables must count so too."""
 
     def kv_caches(self) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """What each layer is given."""
@@ -122,10 +125,16 @@ def allocate_kv_cache(
         ConfigError: the configuration contradicts itself, or a layer cannot be viewed
             so; names layer, spec and backend.
     """
+    if config.num_blocks < 1:
+        raise ConfigError(
+            f"num_blocks {config.num_blocks}: a KV cache has at least the null block. "
+            "Give it more memory, or set num_gpu_blocks_override"
+        )
     layout = canonical_layout(layout)
     together = is_cross_layer(layout)
     places = layer_places(config)
-    plans = _plans(config, places, backends, layout, kernel_block_sizes)
+    sizes_of_groups = _kernel_block_sizes(config, kernel_block_sizes)
+    plans = _plans(config, places, backends, layout, sizes_of_groups)
     sizes = [tensor.size for tensor in config.kv_cache_tensors]
     if together and sizes:
         plans = _cross_layer_plans(config, plans, layout)
@@ -148,7 +157,7 @@ def allocate_kv_cache(
         for group in config.kv_cache_groups
         for name, target in group.kv_sharing_targets.items()
     }
-    return KVTensors(config.num_blocks, buffers, own | shared)
+    return KVTensors(config.num_blocks, buffers, own | shared, sizes_of_groups)
 
 
 def as_tensor(buffer: torch.Tensor, view: View) -> torch.Tensor:
@@ -179,21 +188,26 @@ def _view_layer(
     return LayerCache(name, place.group, place.spec, num_blocks, views, tensors, plan)
 
 
+def _kernel_block_sizes(
+    config: KVCacheConfig, given: Sequence[int] | None
+) -> tuple[int, ...]:
+    """One a group."""
+    groups = config.kv_cache_groups
+    if given is None:
+        given = [group.kv_cache_spec.block_size for group in groups]
+    if len(given) != len(groups):
+        raise ConfigError(f"{len(given)} kernel block sizes for {len(groups)} groups")
+    return tuple(given)
+
+
 def _plans(
     config: KVCacheConfig,
     places: Mapping[str, Place],
     backends: Mapping[str, BackendLayout],
     layout: str,
-    kernel_block_sizes: Sequence[int] | None,
+    kernel_block_sizes: Sequence[int],
 ) -> dict[str, AttentionPlan]:
     """Of attention layers."""
-    groups = config.kv_cache_groups
-    if kernel_block_sizes is None:
-        kernel_block_sizes = [group.kv_cache_spec.block_size for group in groups]
-    if len(kernel_block_sizes) != len(groups):
-        raise ConfigError(
-            f"{len(kernel_block_sizes)} kernel block sizes for {len(groups)} groups"
-        )
     plans = {}
     for name, place in places.items():
         if not isinstance(place.spec, AttentionSpec):

@@ -37,9 +37,14 @@ class AttentionPlan:
     """That lie in the same memory, one beside the other."""
 
     @property
+    def split(self) -> int:
+        """Blocks of the view that one block of the pool is."""
+        return self.spec.block_size // self.block_size
+
+    @property
     def kernel_blocks(self) -> int:
-        """Blocks of the view. Block b of the pool is the k of them from b*k on."""
-        return self.num_blocks * (self.spec.block_size // self.block_size)
+        """Blocks of the view. Block b of the pool is `split` of them from b*split."""
+        return self.num_blocks * self.split
 
     def order(self) -> tuple[str, ...]:
         """Axes as they lie in memory, outermost first, ``layer`` among them."""

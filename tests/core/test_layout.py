@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kvplugin.errors import LayoutMismatchError
@@ -77,6 +77,7 @@ def nested_layouts(draw: st.DrawFn) -> Nested:
     return Nested(tensor, PageLayout(nbytes + padding, num_blocks, padded=padding > 0))
 
 
+@settings(deadline=None)
 @given(nested_layouts())
 def test_runs_of_any_order_gaps_and_kernel_blocks_are_the_bytes_of_the_block(
     layout: Nested,
@@ -210,6 +211,7 @@ def test_blocks_that_overlap_later_blocks_are_refused() -> None:
     assert "overlap" in refusal(tensor, PageLayout(16, 4))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40)), min_size=1, max_size=3),
     st.integers(1, 4),

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -171,6 +172,71 @@ def test_rows_that_are_too_short(
     )
     with pytest.raises(LayoutMismatchError, match=f"do not both hold {holds} tokens"):
         plan_conversion(source, target).pair_chunks(*rows, num_tokens)
+
+
+@st.composite
+def pools(draw: st.DrawFn, num_tokens: int) -> tuple[Cache, int, list[int]]:
+    """A cache whose pool counts in `split` of its blocks, and a row of the pool's."""
+    tokens, split = draw(st.sampled_from([1, 2, 3, 4, 6])), draw(st.integers(1, 4))
+    needed = -(-num_tokens // (tokens * split))
+    blocks = needed + draw(st.integers(0, 2))
+    ids = draw(st.permutations(range(blocks)))[:needed]
+    backend = draw(st.sampled_from([*BACKENDS, *FUSED_BACKENDS]))
+    seed = draw(st.integers(0, 3))
+    cache = Cache(backend, Sizes(2, 2, 2), blocks * split, tokens, seed)
+    cache.layout = replace(cache.layout, split=split)
+    return cache, split, list(ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), num_tokens=st.integers(1, 20))
+def test_ids_are_those_of_the_pool_however_kernels_split_its_blocks(
+    data: st.DataObject, num_tokens: int
+) -> None:
+    source, source_split, source_ids = data.draw(pools(num_tokens))
+    target, target_split, target_ids = data.draw(pools(num_tokens))
+    event(f"splits {source_split}, {target_split}")
+    before = [part.copy() for part in target.parts]
+    conversion = plan_conversion(source.layout, target.layout)
+    chunks = conversion.pair_chunks(source_ids, target_ids, num_tokens)
+    moved = len(chunks[0]) * conversion.chunk_tokens
+    execute(conversion, source, target, chunks)
+    written = {}
+    for token in range(moved):
+        there, place = divmod(token, target.tokens * target_split)
+        here, from_ = divmod(token, source.tokens * source_split)
+        key = target_ids[there] * target_split + place // target.tokens
+        written[key, place % target.tokens] = (
+            source_ids[here] * source_split + from_ // source.tokens,
+            from_ % source.tokens,
+        )
+    for part in range(2):
+        for index, row in np.ndenumerate(target.parts[part][..., 0]):
+            block, token, head = index
+            found = target.parts[part][block, token, head]
+            if (block, token) in written:
+                wanted = source.parts[part][(*written[block, token], head)]
+            else:
+                wanted = before[part][index]
+            np.testing.assert_array_equal(found, wanted, err_msg=f"{index} {row}")
+
+
+def test_a_row_of_split_blocks_holds_more() -> None:
+    small = Cache("CPU", Sizes(2, 2, 2), 4, 4).layout
+    split = replace(Cache("CPU", Sizes(2, 2, 2), 12, 4).layout, split=3)
+    conversion = plan_conversion(small, split)
+    assert conversion.pair_chunks([2, 0, 1], [3]) == ([2, 0, 1], [9, 10, 11])
+    with pytest.raises(LayoutMismatchError, match="3 source blocks of 4 tokens and 2"):
+        conversion.pair_chunks([2, 0, 1], [3, 0])
+    back = plan_conversion(split, small)
+    assert back.pair_chunks([1], [3, 2], 8) == ([3, 4], [3, 2])
+
+
+@pytest.mark.parametrize("split", [0, 5])
+def test_a_split_that_cannot_be(split: int) -> None:
+    layout = Cache("CPU", Sizes(2, 2, 2), 12, 4).layout
+    with pytest.raises(LayoutMismatchError, match=r"split|empty axis"):
+        replace(layout, split=split)
 
 
 def test_no_tokens_make_no_chunks() -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kvplugin.errors import LayoutMismatchError
@@ -39,6 +39,7 @@ def pairs_of_parts(draw: st.DrawFn) -> tuple[Part, ...]:
     )
 
 
+@settings(deadline=None)
 @given(pairs_of_parts(), st.tuples(*[st.integers(1, 3)] * 3))
 def test_accepted_rows_share_no_byte(
     parts: tuple[Part, ...], sizes: tuple[int, int, int]

@@ -201,3 +201,22 @@ def check_write_ds_mla(write: Write, dtype: torch.dtype, shift: int) -> None:
     write(kv_c, k_pe, views[0], torch.tensor(slots))
     assert torch.equal(cache.data, expected.data)
     cache.check()
+
+
+def check_rows_of_one_value(write: Write, target: torch.dtype) -> None:
+    """Nothing lies beside it, so that a permuted view is as good as any."""
+    key = torch.zeros(4, 3, 7).as_strided((4, 3, 1), (21, 7, 3))
+    key.copy_(torch.arange(1.0, 13.0).view(4, 3, 1))
+    value = torch.arange(21.0, 45.0).view(4, 3, 2)[..., 1:]
+    memory = torch.zeros(2, 3, 1, 5, 3).to(target)
+    caches = [memory[i].permute(0, 2, 3, 1) for i in range(2)]  # [3, 5, 3, 1]
+    assert caches[0].stride(-1) == 15
+    slots = torch.tensor([2, -1, 14, 7])
+    write(key, value, *caches, slots)
+    for rows, cache in ((key, caches[0]), (value, caches[1])):
+        wanted = torch.zeros(15, 3, 1)
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                wanted[slot] = rows[token]
+        found = cache.float().reshape(15, 3, 1)
+        assert torch.equal(found, wanted.to(target).float())

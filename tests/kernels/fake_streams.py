@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+HOST = -1
+"""In place of a stream's number."""
 Place = Hashable
 Clock = dict[int, int]
 """By stream: how many of its works are known to have ended before."""
@@ -169,6 +171,23 @@ class FakeStreams:
 
         references = tuple(weakref.ref(buffer) for buffer in buffers)
         stream.queue.append(Work(name, act, buffers=references))
+
+    def touch(self, name: str, place: Place) -> None:
+        """The host writes a place itself, now.
+
+        Raises:
+            RaceError: what uses the place is not known to have ended.
+        """
+        self._call(name, HOST)
+        self._host[HOST] = self._host.get(HOST, 0) + 1
+        self._write(place, _Access(HOST, self._host[HOST], name), self._host)
+
+    def finish(self, event: FakeEvent) -> None:
+        """The host waits for an event, for whom `synchronize` is not the end."""
+        self._call("finish", HOST)
+        while not event.reached:
+            assert any(self.step(stream) for stream in self.streams)
+        self.done(event)
 
     def step(self, stream: FakeStream) -> bool:
         """Let the stream run its next work; False if it has none or must wait.

@@ -1,7 +1,7 @@
 """The table decides; what it does not know gets a rule that says so."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplugin.errors import IntegrityError
@@ -90,6 +90,7 @@ def test_the_rule(
     assert choose("Another card", direction, piece_bytes, pieces) == engine
 
 
+@settings(deadline=None)
 @given(
     st.text(max_size=5),
     st.sampled_from(Direction),

@@ -58,7 +58,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, tuple]]:
         return Recorder()
 
     monkeypatch.setattr(dispatch, "_module", module)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     return calls
+
+
+@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize(
+    ("device", "count"), [("cuda:0", 0), ("cuda", 0), ("cuda:2", 2)]
+)
+def test_a_gpu_that_is_not_there_is_refused(
+    name: str, device: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ConfigError, match=f"{device}.*torch finds {count} GPUs"):
+        getattr(dispatch, name)(*BUILT[name][0], device=device)
 
 
 def on(device: str) -> Any:

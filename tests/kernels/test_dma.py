@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplugin.errors import ConfigError, TransferError
@@ -247,6 +247,7 @@ def test_without_a_runtime_it_says_so() -> None:
         DmaBlockCopier(reads, writes, CPU)
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_ids_between_any_regions(data: st.DataObject) -> None:
     """As the blocks one by one; the fewest descriptors; none that spans a cut."""

@@ -13,6 +13,7 @@ from tests.kernels.cache_writes import (
     ROUNDED,
     Case,
     check_padded_heads,
+    check_rows_of_one_value,
     check_write_ds_mla,
     check_write_kv,
     check_write_latent,
@@ -118,6 +119,11 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
     write_kv(**arguments())
     with pytest.raises(ValueError, match=message):
         write_kv(**arguments(**changes))
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.float8_e4m3fn, torch.int8])
+def test_rows_of_one_value_may_have_any_stride(target: torch.dtype) -> None:
+    check_rows_of_one_value(write_kv, target)
 
 
 @pytest.mark.parametrize("slot", [16, -2, 1 << 40])

@@ -4,7 +4,7 @@ import mmap
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplugin.errors import CapacityError
@@ -56,6 +56,7 @@ def test_the_pieces_of_a_large_pool() -> None:
     assert list(registrar.pinned.values()) == [PIECE_BYTES, PIECE_BYTES, PAGE]
 
 
+@settings(deadline=None)
 @given(
     nbytes=st.integers(1, 100 * PAGE),
     unit=st.integers(1, 12 * PAGE),
@@ -72,6 +73,7 @@ def test_pieces_cover_all_and_split_no_unit(nbytes: int, unit: int, piece: int) 
     assert covered == nbytes
 
 
+@settings(deadline=None)
 @given(unit=st.integers(1, 4 * PAGE), piece=st.integers(1, 40 * PAGE))
 def test_pieces_keep_to_the_limit_where_units_allow(unit: int, piece: int) -> None:
     registrar = FakeRegistrar()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -32,6 +32,7 @@ def test_access_bytes(numbers: tuple[int, ...], nbytes: int) -> None:
     assert words.access_bytes(*numbers) == nbytes
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-(2**62), 2**62)))
 def test_access_bytes_is_the_widest(numbers: list[int]) -> None:
     nbytes = words.access_bytes(*numbers)

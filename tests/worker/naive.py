@@ -42,6 +42,7 @@ def table_of(
         width=-(max_model_len // -(block_size * place.ranks)),
         kernel_block_size=block_size // ratio,
         is_sharded=True,
+        ranks=place.ranks,
     )
     return BlockTables(
         [shape] * groups,

@@ -1,6 +1,5 @@
 """A batch's rows are what a dict of requests would be, whatever a scheduler sends."""
 
-import random
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -9,15 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvplugin.block import NULL_BLOCK
 from kvplugin.errors import CapacityError, IntegrityError
 from kvplugin.scheduler import SchedulerOutput
 from kvplugin.scheduler.output import CachedRequestData, NewRequestData
 from kvplugin.worker.batch import StepBatch, WorkerBatch
-from kvplugin.worker.block_table import BlockTables
-from kvplugin.worker.table_shape import table_shape
-from tests.scheduler.harness import Harness, full, window
-from tests.worker.naive import kernel_blocks, limits, table_of
+from tests.worker.naive import kernel_blocks, table_of
 
 ROWS, WIDTH, RATIO = 5, 8, 2
 
@@ -148,50 +143,6 @@ class Steps(RuleBasedStateMachine):
 
 TestSteps = Steps.TestCase
 TestSteps.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
-def check_rows(harness: Harness, batch: WorkerBatch, step: StepBatch) -> None:
-    """The rows of a step's requests are the manager's."""
-    for row, request in enumerate(step.requests):
-        rows = harness.rows(request.req_id)
-        for table, ids in zip(batch.tables.tables, rows, strict=True):
-            mine = table.row(row)[:: table.shape.ratio]
-            assert len(mine) == len(ids)
-            # What fell out of a window is null for the manager only.
-            pairs = zip(mine, ids, strict=True)
-            assert all(a == 2 * b for a, b in pairs if b != NULL_BLOCK)
-
-
-def drive(seed: int, depth: int) -> int:
-    """Random requests through the real scheduler, blocks scarce; preemptions seen."""
-    rng = random.Random(seed)
-    groups = [full(), window(6)] if seed % 2 else [full()]
-    drafts = 0 if depth > 1 else seed % 3
-    harness = Harness(
-        21 if seed % 2 else 12, groups, drafts=drafts, pipeline_depth=depth
-    )
-    shapes = [table_shape(spec, limits(64), 2) for spec in groups]
-    batch = WorkerBatch(BlockTables(shapes, max_num_reqs=12, max_model_len=64))
-    for name in range(12):
-        prompt = [rng.randrange(50) for _ in range(rng.randint(1, 30))]
-        harness.add(f"r{name}", prompt, rng.randint(1, 9))
-    preempted = 0
-    while harness.scheduler.has_work():
-        ahead = depth if harness.scheduler.requests else 1
-        while len(harness.in_flight) < ahead:
-            output = harness.schedule()
-            step = batch.apply(output)
-            batch.check()
-            check_rows(harness, batch, step)
-            preempted += len(output.preempted_req_ids)
-        harness.land(accepted=rng.choice([None, 0]) if drafts else None)
-    assert len(harness.reasons) == 12
-    return preempted
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_rows_are_those_of_the_scheduler(depth: int) -> None:
-    assert sum(drive(seed, depth) for seed in range(10)) > 10
 
 
 def arrival(name: str, block: int = 1) -> NewRequestData:

@@ -4,23 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvplugin.errors import CapacityError, ConfigError
-from kvplugin.spec import (
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
-    KVCacheSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
-from kvplugin.worker.block_table import MAX_BLOCK_ID, BlockTables
-from kvplugin.worker.context_parallel import ContextParallel
-from kvplugin.worker.kernel_blocks import MultipleOf, select_kernel_block_size
-from kvplugin.worker.table_shape import TableShape, table_shape
-from tests.worker.naive import full, kernel_blocks, limits, state, table_of
+from kvplugin.errors import CapacityError
+from kvplugin.worker.block_table import BlockTables
+from kvplugin.worker.group_table import MAX_BLOCK_ID
+from kvplugin.worker.table_shape import TableShape
+from tests.worker.naive import kernel_blocks, table_of
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "bfloat16"}
 ROWS = 4
@@ -134,6 +126,38 @@ def test_ids_that_do_not_fit_are_refused(block: int) -> None:
         table_of(4, ratio=4).append(0, [[1, block]])
 
 
+@pytest.mark.parametrize("block", [1 << 31, 1 << 62, (1 << 63) - 1])
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_ids_beyond_int32_are_refused_without_overflow(block: int, ratio: int) -> None:
+    with pytest.raises(CapacityError, match=f"{block}.*use larger blocks"):
+        table_of(4, ratio=ratio).append(0, [[block]])
+
+
+@pytest.mark.parametrize(
+    "ids", [[1.0], [1.7], [True], "12", [[1]], [None], 3, [1 << 63], [1 << 64]]
+)
+def test_ids_that_are_no_list_of_integers_are_refused(ids: Any) -> None:
+    tables = table_of(4, groups=2)
+    for change in (tables.append, tables.overwrite):
+        with pytest.raises(ValueError, match="block ids of row 0"):
+            change(0, [[5], ids])
+    assert [table.row(0) for table in tables.tables] == [[], []]
+
+
+@pytest.mark.parametrize("row", [-1, 4])
+def test_rows_that_do_not_exist_are_refused(row: int) -> None:
+    tables = table_of(4, max_num_reqs=4)
+    for change in (tables.append, tables.overwrite):
+        with pytest.raises(ValueError, match=f"no row {row}: rows are 0 to 3"):
+            change(row, [[1]])
+    with pytest.raises(ValueError, match=f"no row {row}"):
+        tables.clear(row)
+    for change in (tables.move, tables.swap):
+        for pair in ((0, row), (row, 0)):
+            with pytest.raises(ValueError, match=f"no row {row}"):
+                change(*pair)
+
+
 def test_the_largest_id_fits() -> None:
     tables = table_of(4)
     tables.append(0, [[MAX_BLOCK_ID]])
@@ -143,109 +167,3 @@ def test_the_largest_id_fits() -> None:
 def test_ids_are_given_for_every_group() -> None:
     with pytest.raises(ValueError, match="1 lists of ids for 2 groups"):
         table_of(4, groups=2).append(0, [[1]])
-
-
-@pytest.mark.parametrize(
-    ("spec", "width"),
-    [
-        (full(16), 63),  # 1000 tokens in blocks of 16
-        (SlidingWindowSpec(block_size=16, sliding_window=32, **HEADS), 63),
-        (UniformTypeKVCacheSpecs(16, {"a": full(16)}), 63),
-        (state(1000), 1),
-        (state(1000, drafts=3), 4),
-        (state(64, drafts=2), 18),
-        (CrossAttentionSpec(block_size=16, **HEADS), 94),  # 1500 encoder tokens
-        (EncoderOnlyAttentionSpec(block_size=16, **HEADS), 1),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_width_of_a_row(spec: KVCacheSpec, width: int) -> None:
-    shape = table_shape(spec, limits(1000, max_num_encoder_input_tokens=1500))
-    assert (shape.width, shape.columns, shape.ratio) == (width, width, 1)
-
-
-def test_context_parallelism_narrows_full_attention_only() -> None:
-    wide = limits(1000, decode_context_parallel_size=2, prefill_context_parallel_size=2)
-    window = SlidingWindowSpec(block_size=16, sliding_window=32, **HEADS)
-    assert table_shape(full(16), wide).width == 16
-    assert table_shape(full(16), wide).is_sharded
-    assert table_shape(window, wide).width == 63
-    assert not table_shape(window, wide).is_sharded
-
-
-def test_a_kernel_block_is_a_part_of_a_block() -> None:
-    shape = table_shape(full(64), limits(1000), 16)
-    assert (shape.width, shape.ratio, shape.columns) == (16, 4, 64)
-    with pytest.raises(ConfigError, match="48 does not divide block_size 64"):
-        table_shape(full(64), limits(1000), 48)
-
-
-def test_pieces_of_context_parallelism_divide_a_block() -> None:
-    with pytest.raises(ConfigError, match="cp_kv_cache_interleave_size 3 must divide"):
-        table_of(16, place=ContextParallel(ranks=2, interleave=3))
-
-
-@pytest.mark.parametrize(
-    "values", [{"ranks": 0}, {"rank": -1}, {"rank": 2, "ranks": 2}, {"interleave": 0}]
-)
-def test_a_place_that_cannot_be(values: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"ContextParallel\."):
-        ContextParallel(**values)
-
-
-SIXTEENS = (MultipleOf(16),)
-
-
-@pytest.mark.parametrize(
-    ("block_size", "supported", "chosen"),
-    [
-        (48, {"A": SIXTEENS}, 48),
-        (48, {"A": SIXTEENS, "B": (16, 32, 64)}, 16),
-        (256, {"A": SIXTEENS, "B": (16, 32, 64)}, 64),
-        (64, {"A": (16, 32, 64), "B": (32, MultipleOf(48))}, 32),
-        (128, {"A": (MultipleOf(64), 32), "B": (32,)}, 32),
-        (17, {}, 17),
-    ],
-)
-def test_kernel_block_size(
-    block_size: int, supported: dict[str, Any], chosen: int
-) -> None:
-    assert select_kernel_block_size(block_size, supported) == chosen
-
-
-def test_a_refusal_names_the_backends_and_what_they_read() -> None:
-    with pytest.raises(ConfigError) as caught:
-        select_kernel_block_size(16, {"CPU": (MultipleOf(32),), "FLASH": (16, 64)})
-    for words in ("16", "CPU reads a multiple of 32", "FLASH reads 16 or 64"):
-        assert words in str(caught.value)
-
-
-sizes = st.lists(
-    st.integers(1, 64) | st.integers(1, 64).map(MultipleOf), min_size=1, max_size=3
-)
-
-
-@given(
-    st.integers(1, 256),
-    st.dictionaries(st.sampled_from("ABC"), sizes, min_size=1),
-)
-def test_the_chosen_size_is_the_largest_that_all_read(
-    block_size: int, supported: dict[str, list[int | MultipleOf]]
-) -> None:
-    common = [
-        size
-        for size in range(1, block_size + 1)
-        if block_size % size == 0
-        and all(
-            any(
-                size % s.base == 0 if isinstance(s, MultipleOf) else size == s
-                for s in given
-            )
-            for given in supported.values()
-        )
-    ]
-    if common:
-        assert select_kernel_block_size(block_size, supported) == max(common)
-    else:
-        with pytest.raises(ConfigError, match="no kernel block size"):
-            select_kernel_block_size(block_size, supported)

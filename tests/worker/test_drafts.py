@@ -124,6 +124,7 @@ def queries(tokens: int, heads: int = 2, dim: int = 3) -> torch.Tensor:
     return torch.arange(tokens * heads * dim).view(tokens, heads, dim)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_queries_by_request_and_back(requests: int, tokens: int) -> None:
     query = queries(requests * tokens)
@@ -148,6 +149,7 @@ def test_ragged_queries_are_refused() -> None:
         group_queries(queries(6), [2, 2])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(0, 2))
 def test_ragged_queries_are_padded_in_front(lengths: list[int], room: int) -> None:
     most = max(lengths) + room

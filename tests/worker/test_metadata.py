@@ -1,6 +1,6 @@
 """What backends are told of a step is what the requests say, once a group."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from kvplugin.errors import CapacityError, ConfigError
 from kvplugin.scheduler import SchedulerOutput
 from kvplugin.scheduler.output import NewRequestData
-from kvplugin.spec import KVCacheGroupSpec
+from kvplugin.spec import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from kvplugin.worker.backend_table import BACKENDS
 from kvplugin.worker.batch import StepBatch, WorkerBatch, WorkerRequest
 from kvplugin.worker.block_table import BlockTables
 from kvplugin.worker.context_parallel import ContextParallel
+from kvplugin.worker.kernel_blocks import MultipleOf
 from kvplugin.worker.metadata import MetadataBuilder, StepMetadata
 from kvplugin.worker.table_shape import table_shape
+from kvplugin.worker.tensors import allocate_kv_cache
 from tests.worker import naive
 from tests.worker.naive import full, kernel_blocks, limits, state
 
@@ -131,6 +134,7 @@ def test_layers_of_a_group_get_the_same_object() -> None:
     assert attention.batch is states.batch is metadata.batch
 
 
+@settings(deadline=None)
 @given(st.lists(parts(), min_size=1, max_size=4), st.integers(0, 2))
 def test_context_parallel_ranks_see_their_share(step: list[Part], rank: int) -> None:
     place = ContextParallel(ranks=3, rank=rank, interleave=2)
@@ -178,15 +182,26 @@ def test_the_common_prefix_counts_blocks_of_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("padding", "words"),
     [
-        ({"padded_reqs": 9}, "1 in a step, padded to 9.*max_num_seqs=8"),
-        ({"padded_reqs": 0}, "padded to 0"),
-        ({"padded_tokens": 81}, "3 in a step, .*max_num_batched_tokens=80"),
-        ({"padded_tokens": 2}, "padded to 2"),
+        (
+            {"padded_reqs": 9},
+            "a step padded to 9 requests, but max_num_seqs of this worker is 8: pad",
+        ),
+        ({"padded_reqs": 0}, "a step of 1 requests can't be padded to 0"),
+        (
+            {"padded_tokens": 81},
+            "padded to 81 tokens, but max_num_batched_tokens of this worker is 80",
+        ),
+        ({"padded_tokens": 2}, "a step of 3 tokens can't be padded to 2"),
     ],
 )
 def test_padding_that_cannot_be(padding: dict[str, int], words: str) -> None:
     with pytest.raises(CapacityError, match=words):
         built([Part(0, 3, 0)], **padding)
+
+
+def test_a_step_of_more_tokens_than_there_is_room_for() -> None:
+    with pytest.raises(CapacityError, match="of 90 tokens, but max_num_batched_tokens"):
+        built([Part(0, 45, 0)] * 2)
 
 
 def builder(tables: BlockTables, *groups: KVCacheGroupSpec) -> MetadataBuilder:
@@ -196,6 +211,44 @@ def builder(tables: BlockTables, *groups: KVCacheGroupSpec) -> MetadataBuilder:
 def test_as_many_groups_as_tables() -> None:
     with pytest.raises(ConfigError, match="2 groups, 1 tables"):
         builder(naive.table_of(4), *GROUPS)
+
+
+@pytest.mark.parametrize(("tables", "views"), [(2, 4), (4, 2)])
+def test_tables_and_views_count_in_the_same_blocks(tables: int, views: int) -> None:
+    spec, other = full(BLOCK), state(MAX_LEN)
+    groups = (KVCacheGroupSpec(("a",), spec), KVCacheGroupSpec(("m",), other))
+    page = other.page_size_bytes
+    config = KVCacheConfig(
+        3,
+        (
+            KVCacheTensor(3 * spec.page_size_bytes, ("a",)),
+            KVCacheTensor(3 * page, ("m",)),
+        ),
+        groups,
+    )
+    backend = replace(BACKENDS["FLASHINFER"], block_sizes=(MultipleOf(1),))
+    tensors = allocate_kv_cache(
+        config, {"a": backend}, "NHD", kernel_block_sizes=[views, 8]
+    )
+    assert tensors.kernel_block_sizes == (views, 8)
+
+    def make(size: int) -> MetadataBuilder:
+        shapes = [
+            table_shape(spec, limits(MAX_LEN), size),
+            table_shape(other, limits(MAX_LEN)),
+        ]
+        made = BlockTables(shapes, max_num_reqs=2, max_model_len=MAX_LEN)
+        return MetadataBuilder(groups, made, 16, tensors)
+
+    make(tensors.kernel_block_sizes[0])
+    with pytest.raises(ConfigError) as raised:
+        make(tables)
+    for words in (
+        f"group 0: its block table counts blocks of {tables} tokens",
+        f"layer 'a' those of {views} (kernel_block_sizes of allocate_kv_cache)",
+        "KVTensors.kernel_block_sizes",
+    ):
+        assert words in str(raised.value)
 
 
 def test_buffers_stay_where_they_are() -> None:

@@ -74,6 +74,7 @@ def test_every_token_is_where_arithmetic_puts_it(
     assert len(set(kept)) == len(kept)
 
 
+@settings(deadline=None)
 @given(places(), st.integers(0, 100))
 def test_ranks_keep_every_token_once(
     given_place: tuple[int, int, ContextParallel], length: int
@@ -174,6 +175,7 @@ def test_arguments_that_do_not_go_together(
         slot_mappings(table_of(4).slot_tables(), **(arguments | {name: replacement}))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=6))
 def test_tokens_of_a_step(requests: list[tuple[int, int]]) -> None:
     computed, scheduled = torch.tensor(requests, dtype=torch.int32).view(-1, 2).t()

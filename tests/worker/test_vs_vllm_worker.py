@@ -162,6 +162,7 @@ def test_kernel_block_sizes(
         assert select_kernel_block_size(block_size, supported) == theirs
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 300)), st.integers(1, 8), st.integers(1, 8), st.data())
 def test_local_lengths(
     lengths: list[int], ranks: int, interleave: int, data: st.DataObject
@@ -173,6 +174,7 @@ def test_local_lengths(
     assert torch.equal(place.local_lengths(int32(lengths)), theirs)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5))
 def test_queries_by_request(requests: int, tokens: int) -> None:
     utils = vllm("v1.attention.backends.utils")

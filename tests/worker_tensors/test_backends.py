@@ -67,6 +67,36 @@ def test_backend_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
         replace(BACKENDS["FLASH_ATTN_DIFFKV"], **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"orders": {}}, "has no orders.* at least one of LBNHC"),
+        ({"axes": ("block", "token", "block", "dim")}, "each at most once"),
+        ({"axes": ("blocks", "token", "dim")}, "block, token and dim among them"),
+        (
+            {"orders": {"LBHNC": ("layer", "block", "head", "token", "dim", "kv")}},
+            "layout LBHNC: dim must come last in the order in memory",
+        ),
+        (
+            {"orders": {"LBHNC": ("layer", "block", "head", "kv", "dim", "token")}},
+            "dim must come last",
+        ),
+    ],
+)
+def test_a_refused_backend_says_what_to_change(
+    changes: dict[str, object], words: str
+) -> None:
+    fields: dict[str, object] = {
+        "name": "MINE",
+        "axes": ("block", "head", "kv", "token", "dim"),
+        "orders": {"LBHNC": ("layer", "block", "head", "kv", "token", "dim")},
+        "row_elements": lambda spec: spec.head_size,
+    }
+    BackendLayout(**fields)
+    with pytest.raises(ConfigError, match=f"backend MINE.*{words}"):
+        BackendLayout(**fields | changes)
+
+
 def test_unsupported_layout_is_refused_with_those_that_are() -> None:
     with pytest.raises(ConfigError, match=r"CPU_ATTN .* BLNHC; it supports LBHNC"):
         BACKENDS["CPU_ATTN"].order("BLNHC")

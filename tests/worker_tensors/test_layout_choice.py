@@ -1,6 +1,7 @@
 """Override, environment, connectors, default: in this order, and no one unheard."""
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,10 @@ WISH = (LayoutWish("nixl", "HND"),)
 @pytest.mark.parametrize(
     ("override", "environment", "wishes", "layout", "decider"),
     [
-        ("NHD", HND, WISH, "LBNHC", Decider.OVERRIDE),
-        ("HND", NHD, (), "LBHNC", Decider.OVERRIDE),
-        (None, NHD, WISH, "LBNHC", Decider.ENVIRONMENT),
+        ("NHD", HND, (), "LBNHC", Decider.OVERRIDE),
+        ("HND", NHD, WISH, "LBHNC", Decider.OVERRIDE),
+        ("HND", {ENVIRONMENT_KEY: "garbage"}, (), "LBHNC", Decider.OVERRIDE),
+        (None, HND, WISH, "LBHNC", Decider.ENVIRONMENT),
         (None, HND, (), "LBHNC", Decider.ENVIRONMENT),
         (None, {}, WISH, "LBHNC", Decider.CONNECTOR),
         (None, {ENVIRONMENT_KEY: ""}, WISH, "LBHNC", Decider.CONNECTOR),
@@ -46,6 +48,33 @@ def test_precedence(
     )
     assert (choice.layout, choice.decided_by) == (layout, decider)
     assert choice.candidates == ("LBNHC", "LBHNC")
+
+
+@pytest.mark.parametrize(
+    ("override", "environment", "words"),
+    [
+        (
+            "NHD",
+            HND,
+            "the override asks for KV cache layout NHD (LBNHC), but connector nixl "
+            "requires HND (LBHNC): set the override to HND, or drop it, or use another "
+            "connector",
+        ),
+        (
+            None,
+            NHD,
+            "VLLM_KV_CACHE_LAYOUT=NHD asks for KV cache layout NHD (LBNHC), but "
+            "connector nixl requires HND (LBHNC): set VLLM_KV_CACHE_LAYOUT=HND, or "
+            "unset it, or use another connector",
+        ),
+    ],
+)
+def test_nobody_overrules_what_a_connector_requires(
+    override: str | None, environment: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        choose_layout(FLASH, override=override, environment=environment, wishes=WISH)
+    assert str(raised.value) == words
 
 
 def test_process_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,20 +138,90 @@ def test_refusal_says_who_asked_for_what_and_what_would_work(
     assert message.endswith("These would work: LBNHC.")
 
 
-def test_mere_preference_is_dropped_with_a_warning(
+@pytest.fixture
+def log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    wish = LayoutWish("offload", "HND", required=False)
+    return caplog
+
+
+def prefers(connector: str, layout: str) -> LayoutWish:
+    return LayoutWish(connector, layout, required=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "wishes", "layout", "decider", "lost"),
+    [
+        # Preferences that disagree: the first one that suits.
+        (
+            {},
+            [prefers("a", "HND"), prefers("b", "NHD"), prefers("c", "NHD")],
+            "LBHNC",
+            Decider.CONNECTOR,
+            ["b asks for KV cache layout NHD (LBNHC), but LBHNC", "c asks for"],
+        ),
+        ({}, [prefers("a", "HND"), prefers("b", "HND")], "LBHNC", "connector", []),
+        # A requirement, the environment: whoever is firm.
+        (
+            {},
+            [prefers("a", "NHD"), LayoutWish("b", "HND")],
+            "LBHNC",
+            Decider.CONNECTOR,
+            ["a asks for KV cache layout NHD (LBNHC), but LBHNC was chosen by connect"],
+        ),
+        (
+            NHD,
+            [prefers("a", "HND")],
+            "LBNHC",
+            Decider.ENVIRONMENT,
+            ["a asks for KV cache layout HND (LBHNC), but LBNHC was chosen by environ"],
+        ),
+        # One that cannot be, or does not exist.
+        (
+            {},
+            [prefers("a", "LHBNC")],
+            "LBNHC",
+            "default",
+            ["a asks for KV cache layout LHBNC, w"],
+        ),
+        (
+            {},
+            [prefers("a", "HDN"), prefers("b", "HND")],
+            "LBHNC",
+            Decider.CONNECTOR,
+            ["unknown KV cache layout 'HDN' in connector a. Did"],
+        ),
+    ],
+)
+def test_a_preference_never_ends_the_start(
+    environment: dict[str, str],
+    wishes: list[LayoutWish],
+    layout: str,
+    decider: str,
+    lost: list[str],
+    log: pytest.LogCaptureFixture,
+) -> None:
+    choice = choose_layout(FLASH, environment=environment, wishes=wishes)
+    assert (choice.layout, choice.decided_by) == (layout, decider)
+    assert len(log.messages) == len(lost)
+    for words, message in zip(lost, log.messages, strict=True):
+        assert words in message
+
+
+def test_a_preference_that_no_backend_reads_leaves_the_default(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    wish = prefers("offload", "HND")
     choice = choose_layout(TRITON, environment={}, wishes=[wish])
     assert (choice.layout, choice.decided_by) == ("LBNHC", Decider.DEFAULT)
-    assert "connector offload asks for" in caplog.text
+    assert log.text.count("connector offload asks for") == 1
     firm = LayoutWish("nixl", "HND")
     with pytest.raises(ConfigError, match="connector nixl asks"):
         choose_layout(TRITON, environment={}, wishes=[wish, firm])
 
 
-def test_connectors_that_disagree_are_refused_whoever_decides() -> None:
+def test_requirements_that_disagree_are_refused_whoever_decides() -> None:
     wishes = (*WISH, LayoutWish("offload", "NHD"), LayoutWish("x", None))
     for environment in ({}, NHD):
         with pytest.raises(ConfigError, match="nixl HND, offload NHD"):
@@ -130,6 +229,22 @@ def test_connectors_that_disagree_are_refused_whoever_decides() -> None:
 
 
 @pytest.mark.parametrize("name", ["nhdd", "LBNH"])
-def test_unknown_name_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown KV cache layout '{name}'"):
-        choose_layout(FLASH, environment={ENVIRONMENT_KEY: name})
+@pytest.mark.parametrize(
+    ("asked", "who"),
+    [
+        (lambda name: {"environment": {ENVIRONMENT_KEY: name}}, ENVIRONMENT_KEY),
+        (lambda name: {"override": name, "environment": NHD}, "the override"),
+        (
+            lambda name: {"wishes": [LayoutWish("nixl", name)], "environment": {}},
+            "connector nixl",
+        ),
+    ],
+)
+def test_an_unknown_name_is_refused_where_it_stands(
+    name: str, asked: Any, who: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        choose_layout(FLASH, **asked(name))
+    message = str(raised.value)
+    assert message.startswith(f"unknown KV cache layout {name!r} in {who}. ")
+    assert (ENVIRONMENT_KEY in message) == (who == ENVIRONMENT_KEY)

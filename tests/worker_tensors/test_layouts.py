@@ -7,15 +7,17 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvplugin.kernels.dispatch import block_converter, block_zeroer
 from kvplugin.layout import KVLayout, plan_conversion
 from kvplugin.spec import FullAttentionSpec
 from kvplugin.worker.backend_table import BACKENDS
 from kvplugin.worker.backends import BackendLayout
 from kvplugin.worker.describe import kv_layout
 from kvplugin.worker.tensors import KVTensors, LayerCache
+from kvplugin.worker.zeroing import BlockZeroing
 from tests.worker_tensors.cases import (
     any_block_size,
     codes,
@@ -72,6 +74,7 @@ def test_element_written_through_view_is_where_layout_says(
     cache = tensors.layers["x"]
     described, memory = kv_layout(cache), memory_from(cache, tensors)
     assert (described.num_blocks, described.tokens) == (5 * ratio, block_size // ratio)
+    assert described.split == ratio
     views = logical(cache)
     assert [part.name for part in described.parts] == list(views)
     start = 0
@@ -109,6 +112,7 @@ def chains(draw: st.DrawFn) -> list[Page]:
     return pages
 
 
+@settings(deadline=None)
 @given(chains(), st.integers(1, 12), st.randoms(use_true_random=False))
 def test_elements_survive_any_chain_of_conversions(
     chain: list[Page], num_tokens: int, random: Random
@@ -119,25 +123,45 @@ def test_elements_survive_any_chain_of_conversions(
         tensors = one_layer(*page[:3], num_blocks=needed + 2, ratio=page.ratio)
         blocks = random.sample(range(needed + 2), needed)
         kernel_ids = [b * page.ratio + i for b in blocks for i in range(page.ratio)]
-        places.append((tensors.layers["x"], tensors, kernel_ids))
+        places.append((tensors.layers["x"], tensors, kernel_ids, blocks))
     first = logical(places[0][0])
     total = sum(view[0, 0].numel() for view in first.values()) * num_tokens
     for shift in digits(total, first["kv" if "kv" in first else "k"].element_size()):
-        wanted = fill(places[0], num_tokens, shift)
+        wanted = fill(places[0][:3], num_tokens, shift)
         for source, target in pairwise(places):
             plan = plan_conversion(kv_layout(source[0]), kv_layout(target[0]))
             convert(
                 plan,
                 memory_from(*source[:2]),
                 memory_from(*target[:2]),
-                source[2],
-                target[2],
+                source[3],
+                target[3],
                 num_tokens,
             )
         for part, view in logical(places[-1][0]).items():
             assert np.array_equal(
                 tokens_of(view, places[-1][2], num_tokens), wanted[part]
             )
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
+@pytest.mark.parametrize("ratios", [(1, 4), (4, 1), (2, 4)])
+def test_a_conversion_and_a_zeroer_mean_the_same_block(
+    layout: str, ratios: tuple[int, int]
+) -> None:
+    """One id of the pool, whatever kernels count."""
+    backend = any_block_size("FLASHINFER")
+    spec = spec_for(backend, 4, 2, "bfloat16")
+    source, target = (one_layer(backend, layout, spec, 6, ratio) for ratio in ratios)
+    plan = plan_conversion(kv_layout(source.layers["x"]), kv_layout(target.layers["x"]))
+    source.buffers[0].fill_(1)
+    target.buffers[0].fill_(7)
+    BlockZeroing(target, block_zeroer).zero([4])
+    addresses = (t.layers["x"].tensors[0].data_ptr() for t in (source, target))
+    block_converter(plan, *addresses).convert(*plan.pair_chunks([3], [4]))
+    pages = target.buffers[0].view(6, -1)
+    found = [set(page.tolist()) for page in pages]
+    assert found == [{1} if block == 4 else {7} for block in range(6)]
 
 
 def fill(

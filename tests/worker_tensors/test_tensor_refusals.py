@@ -91,6 +91,15 @@ def test_refusal_names_layer_spec_and_backend() -> None:
         assert part in str(raised.value)
 
 
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_a_pool_without_blocks_is_refused(num_blocks: int) -> None:
+    config = KVCacheConfig(
+        num_blocks, (KVCacheTensor(0, ("a",)),), (KVCacheGroupSpec(("a",), FULL),)
+    )
+    with pytest.raises(ConfigError, match=f"num_blocks {num_blocks}: .* null block"):
+        allocate_kv_cache(config, {"a": FLASH}, "NHD")
+
+
 def test_two_layers_of_a_group_in_one_tensor_are_refused() -> None:
     config = config_of([(FULL, ["a", "b"])], 3)
     one = KVCacheTensor(3 * FULL.page_size_bytes, ("a", "b"))

@@ -1,10 +1,13 @@
 """Which blocks must be zeroed is a table, and zeroing is exactly those pages."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from kvplugin.errors import ConfigError
+from kvplugin.kernels.dispatch import block_zeroer
 from kvplugin.kernels.host_zero import BlockZeroer
 from kvplugin.spec import (
     UNWRITTEN,
@@ -20,6 +23,7 @@ from kvplugin.spec import (
     zeroing_reasons,
 )
 from kvplugin.worker.backend_table import BACKENDS
+from kvplugin.worker.describe import regions
 from kvplugin.worker.tensors import allocate_kv_cache
 from kvplugin.worker.zeroing import BlockZeroing
 from tests.worker_tensors.cases import any_block_size, attention, config_of
@@ -127,6 +131,44 @@ def test_exactly_the_pages_of_the_ids_are_zeroed(
         blocks = view.movedim(backend.axes.index("block"), 0).float()
         for i, block in enumerate(blocks):
             assert bool((block == 0).all()) == (i in ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        (name, layout)
+        for name in ("FLASH_ATTN", "FLASHINFER", "FLASH_ATTN@0.32")
+        for layout in BACKENDS[name].orders
+    ],
+)
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("padding", [0, 32])
+def test_a_pool_of_one_block(name: str, layout: str, ratio: int, padding: int) -> None:
+    backend = any_block_size(name)
+    padded = replace(FULL, page_size_padded=FULL.page_size_bytes + padding)
+    config = config_of([(padded if padding else FULL, ["a", "b"])], 1)
+    try:
+        tensors = allocate_kv_cache(
+            config,
+            dict.fromkeys("ab", backend),
+            layout,
+            kernel_block_sizes=[4 // ratio],
+        )
+    except ConfigError:
+        assert padding  # which rules some layouts out
+        return
+    for buffer in tensors.buffers:
+        buffer.fill_(7)
+    found = regions(tensors.layers["b"])
+    block_zeroer(found).zero([0])
+    assert not tensors.layers["b"].tensors[0].any()
+    assert sum(region.nbytes for region in found) == FULL.page_size_bytes
+    zeroed = sum(int((buffer == 0).sum()) for buffer in tensors.buffers)
+    assert zeroed == FULL.page_size_bytes
+    assert BlockZeroing(tensors, BlockZeroer).zero([0]) == 2 * (
+        FULL.page_size_bytes + padding
+    )
+    assert not any(buffer.any() for buffer in tensors.buffers)
 
 
 def test_padding_and_states_are_zeroed_with_their_page() -> None:

@@ -14,6 +14,7 @@ from tests.kernels.cache_writes import (
     ROUNDED,
     Case,
     check_padded_heads,
+    check_rows_of_one_value,
     check_write_ds_mla,
     check_write_kv,
     check_write_latent,
@@ -25,6 +26,11 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 @pytest.mark.parametrize(("source", "target"), MOVED + ROUNDED, ids=str)
 def test_every_pair_of_dtypes(source: torch.dtype, target: torch.dtype) -> None:
     check_write_kv(write_kv, Case("fused, heads first", source, target))
+
+
+@pytest.mark.parametrize("target", [torch.float32, E4M3, torch.int8], ids=str)
+def test_rows_of_one_value_may_have_any_stride(target: torch.dtype) -> None:
+    check_rows_of_one_value(write_kv, target)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
