@@ -88,7 +88,7 @@ def quotes() -> Iterator[tuple[str, str]]:
 
 def stands_in(piece: str, file: str) -> bool:
     """Whether these lines follow each other in the file, at whatever indentation."""
-    wanted = textwrap.dedent(piece).splitlines()
+    wanted = textwrap.dedent(piece.strip("\n")).splitlines()
     lines = file.splitlines()
     return any(
         textwrap.dedent("\n".join(lines[start : start + len(wanted)])).splitlines()
