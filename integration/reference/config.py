@@ -147,8 +147,9 @@ class EngineConfig(
     num_blocks: int = 128
     """Blocks of the pool, the null block included."""
     max_model_len: int = 256
-    layout: str = "NHD"
-    """NHD, HND or a name of `kvplugin.worker.backends.LAYOUTS`."""
+    layout: str | None = None
+    """NHD, HND or a name of `kvplugin.worker.backends.LAYOUTS`; None for what the
+    connector wishes, and NHD without a wish."""
     backend: str = "REFERENCE"
     """Of `worker.backend_table` or `backends.py`, for keys and values."""
     mla_backend: str = "REFERENCE_MLA"

@@ -97,7 +97,7 @@ def plan_memory(
         override=config.layout,
         environment={},
         wishes=wishes,
-        cross_layer=config.layout.upper().startswith("B"),
+        cross_layer=(config.layout or "").upper().startswith("B"),
         mixed_pages=len(groups) > 1,
     )
     return MemoryPlan(
