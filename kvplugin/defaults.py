@@ -121,7 +121,8 @@ def kvp_choose_waiting_order(ctx: WaitingContext) -> Sequence[str]:
 def kvp_choose_victim(ctx: VictimContext) -> str:
     """Who was admitted last, or would be (`scheduler.queues` answers the same)."""
     if ctx.policy == "priority":
-        last = max(ctx.candidates, key=lambda r: (r.priority, r.arrival_time))
+        candidates = reversed(ctx.candidates)  # among equals the last admitted
+        last = max(candidates, key=lambda r: (r.priority, r.arrival_time))
     else:
         last = ctx.candidates[-1]
     return last.request_id

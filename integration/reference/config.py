@@ -4,6 +4,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 import torch
+from msgspec import structs
 
 from kvplugin.errors import ConfigError, check_ranges
 from kvplugin.scheduler import SchedulerConfig
@@ -44,6 +45,7 @@ class LayerConfig(
         Raises:
             ConfigError: naming the field.
         """
+        check_ranges(self, {"head_size_v": (1, 2**16), **dict.fromkeys(_SIZES, _SIZE)})
         for name, kind in _SIZES.items():
             if (getattr(self, name) > 0) != (self.kind == kind):
                 raise ConfigError(
@@ -61,6 +63,7 @@ _SIZES: Final = {
     "chunk": "chunked_local",
     "sink_len": "sink",
 }
+_SIZE: Final = (0, 2**24)
 _SHARES_NOTHING: Final = ("recurrent", "encoder_only", "cross", "mla", "mla_fp8")
 
 
@@ -100,6 +103,8 @@ class ModelConfig(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads="
                 f"{self.num_kv_heads}, and head_size={self.head_size} be even"
             )
+        if all(layer.kind == "encoder_only" for layer in self.layers):
+            raise ConfigError("layers must have one at least that keeps a KV cache")
         for number, layer in enumerate(self.layers):
             if layer.shares is not None:
                 self._check_target(number, layer.shares)
@@ -111,11 +116,12 @@ class ModelConfig(
             owner is None
             or owner.shares is not None
             or owner.kind in _SHARES_NOTHING
-            or owner.head_size_v != layer.head_size_v
+            or structs.replace(layer, shares=None) != owner
         ):
             raise ConfigError(
                 f"layers[{number}].shares={target} must be the number of an earlier "
-                "layer of keys and values of the same sizes, with a cache of its own"
+                "layer of keys and values of the same kind, sizes and sight, with a "
+                "cache of its own"
             )
 
     @property
@@ -172,7 +178,9 @@ class EngineConfig(
     """Tokens that a drafter proposes after each sample."""
     eviction_policy: str = ""
     seed: int = 0
-    """Mixed into the sampling of requests that bring no seed of their own."""
+    """Of requests that bring no seed of their own."""
+    engine_id: str = "reference"
+    """Names this engine to connectors, among others."""
     device: str = "cpu"
     record_logits: bool = False
     """Keep the logits of each sampled token, for tests."""
@@ -184,6 +192,13 @@ class EngineConfig(
             ConfigError: a value is out of its range.
         """
         check_ranges(self, _ENGINE_RANGES)
+        if self.kv_cache_dtype != "auto":
+            dtype = torch_dtype(self.kv_cache_dtype, "kv_cache_dtype")
+            if not dtype.is_floating_point:
+                raise ConfigError(
+                    f"kv_cache_dtype={self.kv_cache_dtype!r} must be auto or a float "
+                    "type: this engine has no scales for integers"
+                )
 
 
 _ENGINE_RANGES: Final = {
@@ -195,6 +210,7 @@ _ENGINE_RANGES: Final = {
     "mamba_chunk_size": (1, 2**16),
     "max_num_encoder_input_tokens": (0, 2**20),
     "num_drafts": (0, 64),
+    "seed": (0, 2**31),
 }
 
 
@@ -216,7 +232,14 @@ class SamplingParams(
         Raises:
             ConfigError: a value is out of its range.
         """
-        check_ranges(self, {"max_tokens": (1, 2**24), "temperature": (0, 1e6)})
+        check_ranges(self, _SAMPLING_RANGES)
+
+
+_SAMPLING_RANGES: Final = {
+    "max_tokens": (1, 2**24),
+    "temperature": (0, 1e6),
+    "seed": (0, 2**31),
+}
 
 
 def torch_dtype(name: str, key: str) -> torch.dtype:

@@ -26,6 +26,7 @@ from kvplugin.spec import (
     layer_spec,
 )
 from kvplugin.worker.describe import describe_caches
+from kvplugin.worker.layout_choice import LayoutWish
 from kvplugin.worker.tensors import KVTensors
 
 # Subclasses first: MLA and sinks are full attention.
@@ -46,6 +47,8 @@ class Connector:
     make_scheduler_half: Callable[[EngineInfo], SchedulerHalf]
     make_worker_half: Callable[[EngineInfo], WorkerHalf]
     """Called once a rank; the engine registers the rank's KV tensors with it."""
+    wishes: tuple[LayoutWish, ...] = ()
+    """What it asks of the layout."""
 
 
 def offload(config: OffloadConfig) -> Connector:

@@ -13,6 +13,7 @@ from kvplugin.contract import SchedulerHalf, WorkerHalf
 from kvplugin.errors import IntegrityError
 from kvplugin.hashing import DEFAULT_FORMAT, HashFormat, get_hash_format
 from kvplugin.hooks import Hooks
+from kvplugin.integration.reference.arrivals import check_tokens
 from kvplugin.integration.reference.config import EngineConfig, SamplingParams
 from kvplugin.integration.reference.connector import Connector, engine_info, register
 from kvplugin.integration.reference.memory import (
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
     from kvplugin.integration.reference.content import ContentWatch
 
 _PATIENCE: Final = 10_000
-"""Steps without news after which `generate` gives up: an engine that stands still."""
+"""Steps without news after which `run` gives up: an engine that stands still. With a
+connector they must also have taken longer than a load may."""
+_PAUSE: Final = 0.0005
+"""Seconds between steps that bring no news while a connector may be at work."""
 
 
 @dataclass
@@ -90,6 +94,7 @@ class ReferenceEngine:
             [[*part.mixers, *more] for part, more in zip(parts, extra, strict=True)],
             config,
             draft_layers=frozenset(mixer.name for mixer in extra[0]),
+            wishes=() if connector is None else connector.wishes,
         )
         self.manager = _make_manager(self.plan, config, bool(extra[0]), plugins)
         sinks = _sink_blocks(self.manager)
@@ -140,6 +145,7 @@ class ReferenceEngine:
                 rank=rank,
                 world_size=len(self.ranks.runners),
                 prefix_caching=self.config.enable_prefix_caching,
+                engine_id=self.config.engine_id,
             )
             for rank, runner in enumerate(self.ranks.runners)
         ]
@@ -175,12 +181,15 @@ class ReferenceEngine:
         """
         self._num_requests += 1
         req_id = f"request-{self._num_requests}" if req_id is None else req_id
-        most = self.config.max_num_encoder_input_tokens
-        if len(encoder_token_ids) > most:
-            raise RequestError(
-                f"request {req_id!r} has {len(encoder_token_ids)} encoder tokens, more "
-                f"than max_num_encoder_input_tokens={most}"
-            )
+        if req_id in self._users:  # its end may not have been heard yet
+            raise RequestError(f"request id {req_id!r} is in use")
+        check_tokens(
+            req_id,
+            prompt,
+            encoder_token_ids,
+            self.ranks.models[0].config,
+            self.config.max_num_encoder_input_tokens,
+        )
         request = Request(
             req_id,
             prompt,
@@ -283,11 +292,18 @@ class ReferenceEngine:
         Raises:
             IntegrityError: the engine makes no progress.
         """
-        quiet = 0
+        connected = self.scheduler_half is not None
+        limit = 2 * self.config.scheduler.load_timeout_s if connected else 0.0
+        quiet, since = 0, time.monotonic()
         while self.has_work():
-            quiet = 0 if self.step() else quiet + 1
-            if quiet > _PATIENCE:
+            if self.step():
+                quiet, since = 0, time.monotonic()
+                continue
+            quiet += 1
+            if quiet > _PATIENCE and time.monotonic() - since > limit:
                 raise IntegrityError(f"no news for {quiet} steps: {self.state()}")
+            if connected:
+                time.sleep(_PAUSE)
 
     # -- questions and orders ------------------------------------------------------
 

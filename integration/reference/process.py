@@ -272,6 +272,9 @@ class EngineProcess:
                 )
             )
             raise EngineProcessError(f"engine process {self.pid}: {why}") from error
+        except BaseException:
+            self._kill()  # the reply would be taken for that to the next order
+            raise
         finally:
             timer.cancel()
 
@@ -302,11 +305,12 @@ def _serve(
     order: Order | None = None
     while not isinstance(order, Close):
         try:
-            order = decode(pipe.recv_bytes(), OrderMessage).order
+            data = pipe.recv_bytes()
         except EOFError:  # the parent has closed its end
             break
         reply: Reply
         try:
+            order = decode(data, OrderMessage).order
             reply = order.obey(engine)
         except Exception as error:
             reply = failure(error)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,3 +197,24 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_malformed_order_harms_nobody(
+    pair: tuple[EngineProcess, EngineProcess],
+) -> None:
+    process, _ = pair
+    for prompt in (["a"], [1.5]):
+        with pytest.raises((EngineProcessError, IntegrityError)):
+            process.generate([prompt], PARAMS)
+        assert process.is_alive
+    assert process.generate([[1, 2]], PARAMS)
+
+
+def test_an_interrupted_order_is_not_answered_to_the_next() -> None:
+    with EngineProcess(make_stuck) as process:
+        process.ready()
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            process.abort("stuck")
+        assert not process.is_alive
