@@ -5,6 +5,7 @@ one, or a latent. Backends differ in the order of everything outside a row.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -81,28 +82,25 @@ class KVLayout:
         )
 
     def _are_apart(self, first: Part, second: Part) -> bool:
-        """Whether rows of two parts, the first at the smaller offset, never meet: what
-        steps by less than their distance fits into it, and what steps by more steps
-        over both."""
+        """Whether rows of two parts, the first at the smaller offset, never meet: they
+        lie one after the other; or what steps by less than their distance fits into
+        it, and what steps by more is alike in both and steps over both."""
         distance = second.offset - first.offset
-        within = [self._span(part, distance) for part in (first, second)]
-        outside = [
-            (size, stride)
+        if self._span(first) <= distance:
+            return True
+        outside, other = (
+            [(n, step) for n, step in self._axes(part) if n > 1 and step >= distance]
             for part in (first, second)
-            for size, stride in self._axes(part)
-            if size > 1 and stride >= distance
-        ]
-        # Parts may step differently inside, but not where they alternate.
-        alike = outside[: len(outside) // 2] == outside[len(outside) // 2 :]
+        )
         return (
-            within[0] <= distance
-            and (alike or not outside)
-            and not overlaps(outside[: len(outside) // 2], distance + within[1])
+            self._span(first, distance) <= distance
+            and outside == other
+            and not overlaps(outside, distance + self._span(second, distance))
         )
 
-    def _span(self, part: Part, distance: int) -> int:
-        """Bytes of all rows that are reached by steps below a distance."""
-        steps = [(n, step) for n, step in self._axes(part) if step < distance]
+    def _span(self, part: Part, below: float = math.inf) -> int:
+        """Bytes of all rows that are reached by steps below this."""
+        steps = [(n, step) for n, step in self._axes(part) if step < below]
         return part.row_bytes + sum((n - 1) * step for n, step in steps)
 
     def row(self, part: int, block: int, token: int, head: int) -> int:

@@ -71,8 +71,16 @@ def test_overlapping_parts_are_refused(offset: int) -> None:
         (part("k", 0, 8), part("v", 8, 24)),
         (part("k", 0), part("v", 768)),
         (Part("k", 0, 256, 32, 16, 16), Part("v", 128, 256, 16, 64, 16)),
+        (Part("k", 0, 8, 2, 1, 1), Part("v", 24, 96, 24, 12, 12)),
     ],
-    ids=["side by side", "in any order", "unequal", "one after the other", "unlike"],
+    ids=[
+        "side by side",
+        "in any order",
+        "unequal",
+        "one after the other",
+        "unlike",
+        "one after the other, unlike",
+    ],
 )
 def test_parts_beside_each_other_are_accepted(parts: tuple[Part, ...]) -> None:
     layout = KVLayout(parts, 3, 4, 2)
