@@ -276,13 +276,19 @@ class ReferenceEngine:
         """Serve these prompts together, to their end.
 
         Raises:
+            RequestError: one of them can't be served; then none is.
+            ValueError: not as many encoder inputs as prompts.
             IntegrityError: the engine makes no progress.
         """
         encoders = encoder_token_ids or [()] * len(prompts)
-        ids = [
-            self.add_request(prompt, params, encoder_token_ids=encoder)
-            for prompt, encoder in zip(prompts, encoders, strict=True)
-        ]
+        ids: list[str] = []
+        try:
+            for prompt, encoder in zip(prompts, encoders, strict=True):
+                ids.append(self.add_request(prompt, params, encoder_token_ids=encoder))
+        except Exception:
+            for req_id in ids:
+                self.abort(req_id)
+            raise
         self.run()
         return [self.answers[req_id] for req_id in ids]
 

@@ -99,3 +99,12 @@ def test_a_connector_is_told_whose_it_is_and_wishes_a_layout() -> None:
     engine = ReferenceEngine(tiny((FULL,)), settings(engine_id="decode-1"), spying)
     assert (told, engine.plan.layout) == (["decode-1"], "LBHNC")
     engine.close()
+
+
+def test_prompts_are_served_together_or_not_at_all() -> None:
+    engine = ReferenceEngine(tiny((FULL,)), settings())
+    with pytest.raises(RequestError):
+        engine.generate([[1, 2], [-1]])
+    engine.run()
+    assert [a.finish_reason for a in engine.answers.values()] == ["abort"]
+    assert_empty(engine)
