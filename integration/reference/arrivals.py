@@ -1,8 +1,10 @@
-"""What a request must be for this model, asked before anything is kept of it."""
+"""What a request or a drafter must be for this engine, asked before it is kept."""
 
 from collections.abc import Sequence
 
-from kvplugin.integration.reference.config import ModelConfig
+from kvplugin.errors import ConfigError
+from kvplugin.integration.reference.config import EngineConfig, ModelConfig
+from kvplugin.integration.reference.ranks import Drafter
 from kvplugin.request import RequestError
 
 
@@ -36,3 +38,23 @@ def check_tokens(
 
 def _has_cross_attention(model: ModelConfig) -> bool:
     return any(layer.kind == "cross" for layer in model.layers)
+
+
+def check_drafter(drafter: Drafter | None, config: EngineConfig) -> None:
+    """Refuse drafts that nobody makes, or that were meant for another engine.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if drafter is None:
+        if config.num_drafts:
+            raise ConfigError(
+                f"num_drafts={config.num_drafts} needs a drafter: give the engine one, "
+                "or leave it 0"
+            )
+        return
+    made_for = getattr(drafter, "config", config)
+    for key in ("num_drafts", "tensor_parallel_size", "max_model_len", "block_size"):
+        one, other = getattr(made_for, key), getattr(config, key)
+        if one != other:
+            raise ConfigError(f"the drafter was made for {key}={one}, not {other}")

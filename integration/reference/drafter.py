@@ -46,6 +46,7 @@ class AttentionDrafter:
     """
 
     def __init__(self, model: DraftModel, config: EngineConfig) -> None:
+        self.config = config
         self._model = model
         self._num_drafts = config.num_drafts
         self._max_model_len = config.max_model_len

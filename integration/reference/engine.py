@@ -13,7 +13,7 @@ from kvplugin.contract import SchedulerHalf, WorkerHalf
 from kvplugin.errors import IntegrityError
 from kvplugin.hashing import DEFAULT_FORMAT, HashFormat, get_hash_format
 from kvplugin.hooks import Hooks
-from kvplugin.integration.reference.arrivals import check_tokens
+from kvplugin.integration.reference.arrivals import check_drafter, check_tokens
 from kvplugin.integration.reference.config import EngineConfig, SamplingParams
 from kvplugin.integration.reference.connector import Connector, engine_info, register
 from kvplugin.integration.reference.memory import (
@@ -85,6 +85,7 @@ class ReferenceEngine:
         clock: Callable[[], float] = time.monotonic,
         content: "ContentWatch | None" = None,
     ) -> None:
+        check_drafter(drafter, config)
         ranks = range(config.tensor_parallel_size)
         extra = [() if drafter is None else drafter.mixers(rank) for rank in ranks]
         self.config = config = _with_lookahead(config) if extra[0] else config

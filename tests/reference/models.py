@@ -22,6 +22,7 @@ from kvplugin.integration.reference.connector import Connector
 from kvplugin.integration.reference.ranks import Drafter
 from kvplugin.integration.reference.sampling import Sampler
 from kvplugin.scheduler import SchedulerConfig
+from tests.reference.drafters import Oracle
 
 FULL = LayerConfig()
 WINDOW = LayerConfig(kind="sliding_window", window=10)
@@ -229,7 +230,8 @@ def assert_empty(engine: ReferenceEngine) -> None:
 
 def fewest_blocks(model: Model, config: EngineConfig) -> int:
     """The smallest pool that serves a request of full length."""
-    plan = ReferenceEngine(model, config).plan
+    drafter = Oracle(model, config.num_drafts, 0.0) if config.num_drafts else None
+    plan = ReferenceEngine(model, config, drafter=drafter).plan
     groups = plan.scheduler.kv_cache_groups
     blocks = blocks_per_request(groups, plan.limits)
     return blocks + reserved_blocks(groups, plan.limits)

@@ -8,10 +8,12 @@ import pytest
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.errors import ConfigError
 from kvplugin.integration.reference import (
+    AttentionDrafter,
     EngineConfig,
     LayerConfig,
     ReferenceEngine,
     SamplingParams,
+    random_draft_model,
 )
 from kvplugin.integration.reference.connector import Connector, offload
 from kvplugin.request import RequestError
@@ -108,3 +110,18 @@ def test_prompts_are_served_together_or_not_at_all() -> None:
     engine.run()
     assert [a.finish_reason for a in engine.answers.values()] == ["abort"]
     assert_empty(engine)
+
+
+def test_drafts_that_nobody_makes() -> None:
+    with pytest.raises(ConfigError, match="num_drafts=2 needs a drafter"):
+        ReferenceEngine(tiny((FULL,)), settings(num_drafts=2))
+
+
+@pytest.mark.parametrize(
+    "other", [{"num_drafts": 3}, {"block_size": 8}, {"max_model_len": 32}]
+)
+def test_a_drafter_for_another_engine(other: dict[str, int]) -> None:
+    model, config = tiny((FULL,)), settings(num_drafts=2)
+    drafter = AttentionDrafter(random_draft_model(model), config)
+    with pytest.raises(ConfigError, match=f"made for {next(iter(other))}="):
+        ReferenceEngine(model, settings(**({"num_drafts": 2} | other)), drafter=drafter)
