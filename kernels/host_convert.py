@@ -45,16 +45,9 @@ class BlockConverter:
         *,
         engine: Engine = "auto",
     ) -> None:
-        for name, address in (("source", source_address), ("target", target_address)):
-            if address <= 0:
-                raise ValueError(f"{name}_address {address} is not positive")
-        self._source_count = conversion.source.num_blocks * conversion.source_chunks
-        self._target_count = conversion.target.num_blocks * conversion.target_chunks
-        if max(self._source_count, self._target_count) > MAX_BLOCKS:
-            raise ValueError(
-                f"{self._source_count} source chunks or {self._target_count} target "
-                f"chunks are more than {MAX_BLOCKS}"
-            )
+        self._source_count, self._target_count = chunk_counts(
+            conversion, source_address, target_address
+        )
         self._chunk_bytes = conversion.chunk_bytes
         self._convert = _engine_for(conversion, source_address, target_address, engine)
 
@@ -90,6 +83,28 @@ class BlockConverter:
         if len(targets):
             self._convert(sources, targets)
         return len(targets) * self._chunk_bytes
+
+
+def chunk_counts(
+    conversion: Conversion, source_address: int, target_address: int
+) -> tuple[int, int]:
+    """Chunks of both sides of a conversion between two memories.
+
+    Raises:
+        ValueError: an address is not positive, or a side has more than `MAX_BLOCKS`
+            chunks.
+    """
+    for name, address in (("source", source_address), ("target", target_address)):
+        if address <= 0:
+            raise ValueError(f"{name}_address {address} is not positive")
+    sources = conversion.source.num_blocks * conversion.source_chunks
+    targets = conversion.target.num_blocks * conversion.target_chunks
+    if max(sources, targets) > MAX_BLOCKS:
+        raise ValueError(
+            f"{sources} source chunks or {targets} target chunks are more than "
+            f"{MAX_BLOCKS}"
+        )
+    return sources, targets
 
 
 def _engine_for(

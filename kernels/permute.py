@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvplugin.kernels.region import MAX_BLOCKS
+from kvplugin.kernels.host_convert import chunk_counts
 from kvplugin.kernels.words import (
     Decorator,
     DeviceIds,
@@ -65,9 +65,9 @@ class DeviceBlockConverter:
         target_address: int,
         device: torch.device,
     ) -> None:
-        _check_addresses(source_address, target_address)
-        self._source_count = conversion.source.num_blocks * conversion.source_chunks
-        self._target_count = conversion.target.num_blocks * conversion.target_chunks
+        self._source_count, self._target_count = chunk_counts(
+            conversion, source_address, target_address
+        )
         self._conversion = conversion
         boxes = [_steps(b, source_address, target_address) for b in conversion.boxes]
         runs = [box.nbytes for box in conversion.boxes]
@@ -120,11 +120,6 @@ class DeviceBlockConverter:
         return len(sources) * self.chunk_bytes
 
     def _check_sizes(self) -> None:
-        if max(self._source_count, self._target_count) > MAX_BLOCKS:
-            raise ValueError(
-                f"{self._source_count} source chunks or {self._target_count} target "
-                f"chunks are more than {MAX_BLOCKS}"
-            )
         largest = max(box.total_bytes for box in self._conversion.boxes)
         if largest // self._unit >= MAX_UNITS:
             raise ValueError(
@@ -146,12 +141,6 @@ class DeviceBlockConverter:
                 self._conversion.target_chunks,
                 **tile(self._unit),
             )
-
-
-def _check_addresses(source_address: int, target_address: int) -> None:
-    for name, address in (("source", source_address), ("target", target_address)):
-        if address <= 0:
-            raise ValueError(f"{name}_address {address} is not positive")
 
 
 def _steps(box: Box, source_address: int, target_address: int) -> tuple[int, ...]:
