@@ -6,10 +6,11 @@ from typing import Protocol
 import torch
 
 from kvplugin.errors import IntegrityError
-from kvplugin.integration.reference import ops
 from kvplugin.integration.reference.backends import row_views
 from kvplugin.integration.reference.history import Tensors
 from kvplugin.integration.reference.layers import Memory
+from kvplugin.kernels import dispatch
+from kvplugin.kernels.records import unpack_ds_mla
 from kvplugin.worker.tensors import LayerCache
 
 
@@ -38,7 +39,7 @@ class KVRows:
     def write(self, rows: Tensors, slots: torch.Tensor) -> None:
         """See `RowStore.write`."""
         key, value = (_writable(part, self._key.dtype) for part in rows)
-        ops.write_kv(key, value, self._key, self._value, slots)
+        dispatch.write_kv(key, value, self._key, self._value, slots)
 
     def read(self, blocks: torch.Tensor, offsets: torch.Tensor) -> Tensors:
         """See `RowStore.read`."""
@@ -66,7 +67,7 @@ class LatentRows:
     def write(self, rows: Tensors, slots: torch.Tensor) -> None:
         """See `RowStore.write`."""
         latent, rope = (_writable(part, self._view.dtype) for part in rows)
-        ops.write_latent(latent, rope, self._view, slots)
+        dispatch.write_latent(latent, rope, self._view, slots)
 
     def read(self, blocks: torch.Tensor, offsets: torch.Tensor) -> Tensors:
         """See `RowStore.read`."""
@@ -90,11 +91,11 @@ class RecordRows:
     def write(self, rows: Tensors, slots: torch.Tensor) -> None:
         """See `RowStore.write`."""
         latent, rope = (_writable(part, torch.uint8) for part in rows)
-        ops.write_ds_mla(latent, rope, self._view, slots)
+        dispatch.write_ds_mla(latent, rope, self._view, slots)
 
     def read(self, blocks: torch.Tensor, offsets: torch.Tensor) -> Tensors:
         """See `RowStore.read`."""
-        parts = ops.unpack_ds_mla(self._view[blocks, offsets])
+        parts = unpack_ds_mla(self._view[blocks, offsets])
         return tuple(part.to(self._dtype) for part in parts)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from kvplugin.errors import IntegrityError
-from kvplugin.integration.reference import ops
 from kvplugin.integration.reference.history import History, Spans
 from kvplugin.integration.reference.layers import Memory, Mixer
 from kvplugin.integration.reference.memory import MemoryPlan
@@ -18,6 +17,7 @@ from kvplugin.integration.reference.states import (
     StateRows,
     copy_states,
 )
+from kvplugin.kernels import dispatch
 from kvplugin.kernels.region import Region
 from kvplugin.scheduler import SchedulerOutput
 from kvplugin.spec import MambaSpec
@@ -105,7 +105,7 @@ class Runner:
         """Of the step that is being computed."""
 
     def _make_zeroer(self, regions: Sequence[Region]) -> Zeroer:
-        return ops.block_zeroer(regions, device=self.tables.device)
+        return dispatch.block_zeroer(regions, device=self.tables.device)
 
     def _make_stores(self) -> dict[str, RowStore]:
         config = self.model.config
@@ -209,7 +209,7 @@ class Runner:
             raise IntegrityError("no step has begun")
         group = self.tensors.layers[mixer.name].group
         slots = places.positions.new_empty(1, len(places.positions))
-        ops.slot_mappings(
+        dispatch.slot_mappings(
             self.tables.slot_tables([group]), places.rows, places.positions, slots
         )
         table = self.step.groups[group].block_table[places.requests]
