@@ -19,7 +19,7 @@ def bind(pairs: Pairs) -> Copy:
 
     def copy(source_ids: Ids, target_ids: Ids) -> None:
         for source, target in arrays:
-            step = max(1, CHUNK_BYTES // target.itemsize)
+            step = max(1, CHUNK_BYTES // target[0].nbytes)
             for start in range(0, len(target_ids), step):
                 chunk = slice(start, start + step)
                 target[_index(target_ids[chunk])] = source[_index(source_ids[chunk])]

@@ -318,10 +318,16 @@ def test_offsets_beyond_two_gib(engine: str, tmp_path: Path) -> None:
     assert not memory[(6 << 30) + 8192 : (6 << 30) + 9000].any()
 
 
-def test_copies_leave_the_gil(engine: str, progress: Callable[[], int]) -> None:
-    source, target = dense(16 << 20, 8, 1), dense(16 << 20, 8, 2)
+@pytest.mark.parametrize("blocks", [1, 8, 2048])
+def test_copies_leave_the_gil(
+    engine: str, blocks: int, progress: Callable[[], int]
+) -> None:
+    """However large a block is: numpy keeps it for few items, be they long."""
+    nbytes = (128 << 20) // blocks
+    source, target = dense(nbytes, blocks, 1), dense(nbytes, blocks, 2)
     copier = BlockCopier(source.regions, target.regions, engine=engine)
-    ids, order = list(range(8)), [3, 1, 4, 0, 5, 7, 2, 6]
+    ids = list(range(blocks))
+    order = np.random.default_rng(0).permutation(blocks)
     check_leaves_the_gil(lambda: copier.copy(ids, order), source.buffer, progress)
 
 

@@ -1,4 +1,4 @@
-"""Runs of more bytes than an item of numpy can have are taken in pieces."""
+"""Long runs are rows of items: numpy leaves the GIL for many, and has no huge one."""
 
 import numpy as np
 import pytest
@@ -13,13 +13,15 @@ from kvplugin.layout import KVLayout, Part, plan_conversion
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("nbytes", [1, GIB, GIB + 1, 3 * GIB, 7 * GIB + 5])
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3 * GIB, 7 * GIB + 5])
 def test_pieces_are_the_run(nbytes: int) -> None:
     made = _numpy_memory.pieces(nbytes)
-    assert sum(size for _, size in made) == nbytes
-    assert all(0 < size <= GIB for _, size in made)
-    starts = [start for start, _ in made]
-    assert starts == [i * GIB for i in range(len(made))]
+    ends = [start + size for start, size in made]
+    assert [0, *ends] == [*(start for start, _ in made), nbytes]
+    for _, size in made:
+        runs = _numpy_memory.array_of_runs(4096, size, (2,), (16 * GIB,))
+        assert runs[0].nbytes == size
+        assert runs.itemsize == min(size, 4096)
 
 
 def test_engines_take_regions_beyond_two_gib() -> None:
@@ -40,7 +42,7 @@ def test_engines_take_regions_beyond_two_gib() -> None:
 def test_pieces_move_every_byte_once(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_numpy_memory, "MAX_ITEM", limit)
+    monkeypatch.setattr(_numpy_memory, "ITEM_BYTES", limit)
     source = np.random.default_rng(0).integers(1, 256, (4, 24), dtype=np.uint8)
     target = np.zeros((4, 24), np.uint8)
 
