@@ -13,7 +13,7 @@ lives in flat lists indexed by block id (`block_keys.py` for keys).
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from kvplugin.block import NULL_BLOCK, KVCacheBlock
@@ -22,10 +22,9 @@ from kvplugin.errors import CapacityError, IntegrityError
 from kvplugin.events import (
     MEDIUM_GPU,
     AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
     KVCacheEvent,
-    external_hash,
+    removed_events,
+    stored_event,
 )
 from kvplugin.hashing import split_key
 from kvplugin.key_listener import KeyListener
@@ -124,6 +123,11 @@ class BlockPool:
         """How often an eviction policy failed and was replaced by LRU."""
         return self._ranking.failures
 
+    @property
+    def wants_steps(self) -> bool:
+        """Whether `step` makes a difference to the eviction policy."""
+        return self._ranking.wants_steps
+
     def get_usage(self) -> float:
         """Share of the usable blocks in use, 0 to 1."""
         usable = self.num_usable_blocks
@@ -175,6 +179,12 @@ class BlockPool:
         """How many of `ids` are free: adopting them takes from the free blocks."""
         refs = self._refs
         return [refs[block] for block in ids if block].count(0)
+
+    def step(
+        self, now: float, soon: Iterable[bytes], dropped: Mapping[bytes, int]
+    ) -> None:
+        """An engine's step begins; for the eviction policy, see there."""
+        self._ranking.step(now, soon, dropped)
 
     # -- life of a block -----------------------------------------------------------
 
@@ -257,15 +267,8 @@ class BlockPool:
         self.cache_run(ids, hashes, before, depth, group, ctx)
         if self._events is not None:
             self._events.append(
-                BlockStored(
-                    block_hashes=[external_hash(block_hash) for block_hash in hashes],
-                    parent_block_hash=None if before is None else external_hash(before),
-                    token_ids=list(token_ids),
-                    block_size=self.block_size,
-                    lora_id=None,
-                    medium=self.medium,
-                    lora_name=None,
-                    group_idx=group,
+                stored_event(
+                    hashes, before, token_ids, self.block_size, self.medium, group
                 )
             )
 
@@ -494,7 +497,4 @@ class BlockPool:
         if self.listener is not None:
             self.listener.keys_lost(lost)
         if self._events is not None:
-            self._events += [
-                BlockRemoved([external_hash(block_hash)], self.medium, group)
-                for group, block_hash in lost
-            ]
+            self._events += removed_events(lost, self.medium)

@@ -22,6 +22,7 @@ from kvplugin.block_pool import BlockPool
 from kvplugin.errors import ConfigError, IntegrityError
 from kvplugin.managers import NEVER, SingleTypeKVCacheManager
 from kvplugin.parity import NO_PARITY, Parity
+from kvplugin.policies.eviction import NO_CONTEXT, BlockContext
 from kvplugin.request import RequestLike
 
 Rows = tuple[list[int], ...]
@@ -106,6 +107,7 @@ class KVCacheCoordinator(ABC):
         new_computed_blocks: Sequence[Sequence[int]],
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
+        ctx: BlockContext | None = NO_CONTEXT,
     ) -> None:
         """Adopt the hits of all groups, then find room for external tokens.
 
@@ -123,6 +125,7 @@ class KVCacheCoordinator(ABC):
                 hits,
                 num_local_computed_tokens,
                 num_external_computed_tokens,
+                ctx,
             )
             if not is_new or not num_external_computed_tokens:
                 continue

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvplugin.errors import ConfigError
 from kvplugin.hooks import (
     BlockPoolContext,
     CheckpointContext,
@@ -34,22 +33,18 @@ if TYPE_CHECKING:
 @hookimpl
 def kvp_register_eviction_policies() -> Mapping[str, str]:
     """The policies of the core."""
-    return {"lru": "least recently used; the default"}
+    from kvplugin.policies.eviction.registry import POLICIES
+
+    return {name: listed.description for name, listed in POLICIES.items()}
 
 
 @hookimpl(trylast=True)
 def kvp_make_eviction_policy(ctx: EvictionPolicyContext) -> EvictionPolicy | None:
-    """LRU, also where no name is given."""
-    from kvplugin.policies.eviction import LRU
+    """One of the core's, LRU where no name is given."""
+    from kvplugin.policies.eviction.registry import POLICIES, make_policy
 
-    if ctx.name not in ("", "lru"):
-        return None
-    if ctx.options:
-        raise ConfigError(
-            f"eviction policy 'lru' takes no options, got {', '.join(ctx.options)} in "
-            "eviction_policy_options"
-        )
-    return LRU()
+    name = ctx.name or "lru"
+    return make_policy(name, ctx.options, ctx.inner) if name in POLICIES else None
 
 
 @hookimpl(trylast=True)

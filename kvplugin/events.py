@@ -6,6 +6,7 @@ the routers that read it. Block hashes go out as the low 64 bits of the hash, vL
 default.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -56,3 +57,34 @@ class AllBlocksCleared(KVCacheEvent, frozen=True):
 def external_hash(block_hash: bytes) -> int:
     """The low 64 bits of a block hash, as events carry it."""
     return int.from_bytes(block_hash, "big") & _MASK_64
+
+
+def stored_event(
+    hashes: Sequence[bytes],
+    parent: bytes | None,
+    token_ids: Sequence[int],
+    block_size: int,
+    medium: str,
+    group: int,
+) -> BlockStored:
+    """Of blocks behind `parent` (None at the start), without anything of a request."""
+    return BlockStored(
+        block_hashes=[external_hash(block_hash) for block_hash in hashes],
+        parent_block_hash=None if parent is None else external_hash(parent),
+        token_ids=list(token_ids),
+        block_size=block_size,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        group_idx=group,
+    )
+
+
+def removed_events(
+    lost: Iterable[tuple[int, bytes]], medium: str
+) -> list[BlockRemoved]:
+    """One for each (group, block hash)."""
+    return [
+        BlockRemoved([external_hash(block_hash)], medium, group)
+        for group, block_hash in lost
+    ]

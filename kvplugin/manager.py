@@ -28,6 +28,7 @@ from kvplugin.hooks import CheckpointContext, FreedContext, Hooks, get_hooks
 from kvplugin.kv_cache_blocks import KVCacheBlocks
 from kvplugin.managers import MambaManager, ManagerSettings
 from kvplugin.parity import NO_PARITY, Parity
+from kvplugin.policies.eviction import context_of
 from kvplugin.request import RequestError, RequestLike
 from kvplugin.residency import ResidencySampler
 from kvplugin.spec import EngineLimits, KVCacheConfig
@@ -347,8 +348,9 @@ class KVCacheManager:
         if needed > self.block_pool.get_num_free_blocks():
             return None
         if hits is not self.empty_kv_cache_blocks or num_external_computed_tokens:
+            ctx = None if request.num_preemptions else context_of(request)
             coordinator.allocate_new_computed_blocks(
-                request_id, hits.ids, local, num_external_computed_tokens
+                request_id, hits.ids, local, num_external_computed_tokens, ctx
             )
         new = coordinator.allocate_new_blocks(
             request_id, slots, main, num_encoder_tokens

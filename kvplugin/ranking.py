@@ -42,8 +42,13 @@ class Ranking:
 
     @property
     def wants_hits(self) -> bool:
-        """Whether `hit` makes a difference: to LRU it does not."""
-        return not self._is_own
+        """Whether `hit` makes a difference to the policy."""
+        return self._wants_hits
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether `step` makes a difference to the policy."""
+        return self._wants_steps
 
     def __len__(self) -> int:
         """Evictable blocks, as the pool counts them."""
@@ -119,6 +124,8 @@ class Ranking:
     def _use(self, policy: EvictionPolicy) -> None:
         # LRU is what the pool falls back to: it is trusted as the pool itself is.
         self._is_own = type(policy) is LRU
+        self._wants_hits = bool(getattr(policy, "needs_hits", True))
+        self._wants_steps = bool(getattr(policy, "needs_steps", True))
         self._policy = policy
         policy.bind(len(self._refs), self._info)
 

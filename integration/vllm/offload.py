@@ -7,7 +7,6 @@ from typing import Any, Final, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvplugin.connectors.config import parse_config
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.idle import IdleScheduler, IdleWorker
 from kvplugin.connectors.offload.metrics import METRICS
@@ -18,6 +17,7 @@ from kvplugin.errors import ConfigError
 from kvplugin.integration.vllm.connector import VllmConnector
 from kvplugin.integration.vllm.environment import is_disabled
 from kvplugin.integration.vllm.stats import VllmPromMetrics, VllmStats
+from kvplugin.settings import read_settings
 
 logger = logging.getLogger("vllm.kvplugin.offload")
 
@@ -92,7 +92,7 @@ class KVPluginOffloadConnector(VllmConnector):
         """`start`, or `idle` with the reason where the user wants that instead."""
         if is_disabled():
             return idle("KVPLUGIN_DISABLE is set")
-        config = parse_config(
+        config = read_settings(
             OffloadConfig,
             self._kv_transfer_config.kv_connector_extra_config or {},
             "kv_connector_extra_config",

@@ -6,9 +6,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kvplugin.connectors.config import parse_config
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.errors import ConfigError
+from kvplugin.settings import read_settings
 
 _UNITS: Final = {
     prefix + binary: base**power
@@ -30,7 +30,7 @@ def offload_transfer_config(
     Raises:
         ConfigError: an unknown key or a wrong value.
     """
-    parse_config(OffloadConfig, settings, "kv_connector_extra_config")
+    read_settings(OffloadConfig, settings, "kv_connector_extra_config")
     return {
         "kv_connector": "KVPluginOffloadConnector",
         "kv_role": "kv_both",

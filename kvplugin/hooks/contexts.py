@@ -24,6 +24,9 @@ class EvictionPolicyContext:
     """As in the configuration; empty for the default."""
     options: Mapping[str, object] = field(default_factory=dict)
     """As in the configuration; what the policy does not know must be refused."""
+    inner: EvictionPolicy | None = None
+    """Ranks what the wanted policy does not protect; None for the default. A policy
+    that only ranks must refuse one."""
     num_blocks: int
     """Ids of the pool, the null block included; a guess while a configuration is
     only validated."""

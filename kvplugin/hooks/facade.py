@@ -8,12 +8,14 @@ hook of one answer, the method calls the built-in directly.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from kvplugin.errors import PluginError
 from kvplugin.hooks import checks, needs
 from kvplugin.hooks.calls import Calls
+from kvplugin.hooks.composition import parts
 from kvplugin.hooks.contexts import (
     BlockPoolContext,
     CheckpointContext,
@@ -114,13 +116,21 @@ class Hooks(Calls):
     # -- built once ----------------------------------------------------------------
 
     def make_eviction_policy(self, ctx: EvictionPolicyContext) -> EvictionPolicy:
-        """A fresh, unbound policy.
+        """A fresh, unbound policy; of a name such as ``retention+arc``, the last one
+        ranks and those before it protect.
 
         Raises:
             ConfigError: nobody makes a policy of this name, or not with these options.
             PluginError: a plugin fails or answers something else, or two plugins have
                 a policy of one name.
         """
+        first, *others = parts(ctx)
+        policy = self._make_one(first)
+        for outer in others:
+            policy = self._make_one(replace(outer, inner=policy))
+        return policy
+
+    def _make_one(self, ctx: EvictionPolicyContext) -> EvictionPolicy:
         hook = "kvp_make_eviction_policy"
         policy: EvictionPolicy | None = self._ask(hook, ctx=ctx)
         guard, maker = last_answer.guard, last_answer.maker

@@ -27,7 +27,7 @@ from kvplugin.errors import ConfigError, IntegrityError
 from kvplugin.hashing import CoarseRule, coarse_hashes
 from kvplugin.managers.stored import stored_event
 from kvplugin.parity import NO_PARITY, Parity
-from kvplugin.policies.eviction import NO_CONTEXT
+from kvplugin.policies.eviction import NO_CONTEXT, BlockContext, context_of
 from kvplugin.request import RequestError, RequestLike
 from kvplugin.spec import EngineLimits, KVCacheSpec, cdiv
 from kvplugin.token_check import TokenCheck
@@ -241,9 +241,12 @@ class SingleTypeKVCacheManager(ABC):
         new_computed_blocks: Sequence[int],
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
+        ctx: BlockContext | None = NO_CONTEXT,
     ) -> None:
         """Adopt the hits of a request that is admitted; null blocks stand for what is
-        skipped. Does nothing for a request admitted before.
+        skipped. Does nothing for a request that has its row. The eviction policy hears
+        of a hit from `ctx`; None: the request comes back after a preemption, and what
+        it finds of its own says nothing about reuse.
 
         Raises:
             IntegrityError: hits for a request that has blocks, or without caching.
@@ -260,7 +263,10 @@ class SingleTypeKVCacheManager(ABC):
         hits = list(new_computed_blocks[skipped:])
         if not self.enable_caching:
             self._refuse_hits(request_id, hits)
-        self.block_pool.adopt(hits)
+        if ctx is None:
+            self.block_pool.touch(hits)
+        else:
+            self.block_pool.adopt(hits, ctx)
         row = [NULL_BLOCK] * skipped + hits
         self.req_to_blocks[request_id] = row
         self.num_cached_block[request_id] = len(row)
@@ -329,7 +335,7 @@ class SingleTypeKVCacheManager(ABC):
             parent,
             start,
             self.kv_cache_group_id,
-            getattr(request, "block_context", None) or NO_CONTEXT,
+            context_of(request),
             fresh=request.request_id not in self._rewound,
         )
         self.num_cached_block[request.request_id] = stop

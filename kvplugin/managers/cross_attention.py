@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kvplugin.block_pool import BlockPool
 from kvplugin.errors import ConfigError
 from kvplugin.managers.base import NEVER, ManagerSettings, SingleTypeKVCacheManager
+from kvplugin.policies.eviction import NO_CONTEXT, BlockContext
 from kvplugin.spec import KVCacheSpec
 
 
@@ -48,9 +49,10 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         new_computed_blocks: Sequence[int],
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
+        ctx: BlockContext | None = NO_CONTEXT,
     ) -> None:
         """Nothing to adopt, ever."""
-        del num_local_computed_tokens, num_external_computed_tokens
+        del num_local_computed_tokens, num_external_computed_tokens, ctx
         self._refuse_hits(request_id, new_computed_blocks)
 
     def allocate_external_computed_blocks(

@@ -6,9 +6,9 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from kvplugin.connectors.config import parse_config
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.errors import ConfigError, KVPluginError
+from kvplugin.settings import read_settings
 
 WHERE = "kv_connector_extra_config"
 
@@ -17,7 +17,7 @@ def parse(**settings: Any) -> OffloadConfig:
     """What a user wrote, size of host memory included unless he left it out."""
     given = {"cpu_bytes_to_use": 1 << 30} | settings
     chosen = {key: value for key, value in given.items() if value is not ...}
-    return parse_config(OffloadConfig, chosen, WHERE)
+    return read_settings(OffloadConfig, chosen, WHERE)
 
 
 def test_the_size_of_host_memory_is_all_that_must_be_said() -> None:

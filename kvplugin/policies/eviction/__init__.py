@@ -5,6 +5,7 @@ from kvplugin.policies.eviction.base import (
     BlockContext,
     BlockInfo,
     EvictionPolicy,
+    context_of,
 )
 from kvplugin.policies.eviction.lru import LRU
 
@@ -14,4 +15,5 @@ __all__ = [
     "BlockContext",
     "BlockInfo",
     "EvictionPolicy",
+    "context_of",
 ]

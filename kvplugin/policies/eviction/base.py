@@ -34,23 +34,36 @@ class BlockContext:
     """Who inserts or hits: one object for all blocks of the call."""
 
     priority: int = 0
+    """Higher is kept longer."""
     expires_at: float | None = None
     """Time of the pool's clock after which retention ends, in seconds."""
     session: str | None = None
     turn: int = 0
     cost_per_block: float = 0.0
     """Cost of computing one of these blocks again, in the caller's unit."""
+    ends_session: bool = False
+    """Nobody will continue the session after this request."""
 
 
 NO_CONTEXT = BlockContext()
+
+
+def context_of(request: object) -> BlockContext:
+    """The `block_context` of a request that has one."""
+    return getattr(request, "block_context", None) or NO_CONTEXT
 
 
 class EvictionPolicy(Protocol):
     """Ranks evictable blocks. Must leave model outputs unchanged by construction:
     it can only choose among blocks that nobody uses.
 
-    A class attribute `needs_info = False` says that the policy never calls `info`; a
-    pool then need not keep what it tells, and is a third faster.
+    Class attributes that say what a policy does not need, each True if missing; what
+    nobody needs costs nothing:
+
+    - `needs_info`: it calls `info`. A pool that keeps no lineage is a third faster.
+    - `needs_hits`: its `hit` makes a difference.
+    - `needs_steps`: its `step` makes a difference. The keys that waiting requests want
+      are followed only for such a policy.
     """
 
     def bind(self, num_blocks: int, info: Callable[[int], BlockInfo]) -> None:
@@ -81,8 +94,13 @@ class EvictionPolicy(Protocol):
     def step(
         self, now: float, soon: Iterable[bytes], dropped: Mapping[bytes, int]
     ) -> None:
-        """Once a step: the clock, keys that waiting requests began to want (`soon`)
-        and keys no longer wanted (`dropped`). O(change)."""
+        """An engine's step begins. O(changed).
+
+        Args:
+            now: seconds, of the clock of `BlockContext.expires_at`.
+            soon: keys that waiting requests began to want, once for each request.
+            dropped: keys that they want no longer, and by how many of them.
+        """
 
     def order(self) -> Iterator[int]:
         """Evictable ids, next victim first; changes nothing."""

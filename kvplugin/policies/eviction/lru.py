@@ -22,6 +22,8 @@ class LRU:
     """
 
     needs_info = False
+    needs_hits = False
+    needs_steps = False
 
     def __init__(self) -> None:
         # Of each block the number of the release that made it evictable, else 0.

@@ -1,0 +1,83 @@
+"""The core's eviction policies by name; nothing is imported before it is asked for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Final
+
+import msgspec
+
+from kvplugin.errors import ConfigError
+from kvplugin.policies.eviction.base import EvictionPolicy
+from kvplugin.policies.eviction.lru import LRU
+from kvplugin.settings import read_settings
+
+_SETTING: Final = "eviction_policy_options"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A policy that can be asked for by name."""
+
+    place: str
+    """Module and class, below this package. Options are the struct `<class>Options`
+    next to the class, if there is one."""
+    description: str
+    protects: bool = False
+    """Whether it stands before another policy, which ranks what it does not protect;
+    its constructor takes that one first."""
+
+
+POLICIES: Final[Mapping[str, Listed]] = {
+    "lru": Listed("lru.LRU", "least recently used; the default"),
+    "reuse": Listed("reuse.Reuse", "learns which blocks are reused; recommended"),
+    "lfu": Listed("lfu.LFU", "least frequently used, with aging"),
+    "s3fifo": Listed("s3fifo.S3FIFO", "small, main and ghost queue"),
+    "sieve": Listed("sieve.Sieve", "one queue and a hand that passes over hits"),
+    "arc": Listed("arc.ARC", "balances recency and frequency"),
+    "cost": Listed("cost.CostAware", "keeps what is dear to compute again"),
+    "random": Listed("random_order.RandomOrder", "any block, from a seed"),
+    "retention": Listed(
+        "retention.Retention", "protects by priority, time to live, session", True
+    ),
+    "queue": Listed(
+        "queue_informed.QueueInformed", "protects what waiting requests will hit", True
+    ),
+}
+
+
+def make_policy(
+    name: str, options: Mapping[str, object], inner: EvictionPolicy | None = None
+) -> EvictionPolicy:
+    """A fresh policy.
+
+    Args:
+        name: one of `POLICIES`.
+        options: what the policy is told.
+        inner: ranks what this one does not protect; LRU if None.
+
+    Raises:
+        ConfigError: an option that the policy does not know, or a wrong value; or
+            an inner policy for one that protects nothing.
+    """
+    listed = POLICIES[name]
+    module_name, _, class_name = listed.place.rpartition(".")
+    module = import_module(f"{__package__}.{module_name}")
+    make: Callable[..., EvictionPolicy] = getattr(module, class_name)
+    if listed.protects:
+        make = partial(make, inner or LRU())
+    elif inner is not None:
+        raise ConfigError(
+            f"eviction policy {name!r} ranks all blocks: in eviction_policy it can only "
+            f"stand last"
+        )
+    kind: type[msgspec.Struct] | None = getattr(module, f"{class_name}Options", None)
+    if kind is not None:
+        return make(read_settings(kind, options, _SETTING))
+    if options:
+        raise ConfigError(
+            f"eviction policy {name!r} takes no options, got {', '.join(options)} in "
+            f"{_SETTING}"
+        )
+    return make()
