@@ -78,6 +78,12 @@ if TYPE_CHECKING:
     from kvplugin.hashing import (
         get_hash_format as get_hash_format,
     )
+    from kvplugin.hints import (
+        RequestHints as RequestHints,
+    )
+    from kvplugin.hints import (
+        hints_of as hints_of,
+    )
     from kvplugin.hooks import (
         HOOK_API_VERSION as HOOK_API_VERSION,
     )
@@ -89,6 +95,9 @@ if TYPE_CHECKING:
     )
     from kvplugin.hooks import (
         hookimpl as hookimpl,
+    )
+    from kvplugin.hooks import (
+        hooks_with as hooks_with,
     )
     from kvplugin.kv_cache_blocks import (
         KVCacheBlocks as KVCacheBlocks,
@@ -110,6 +119,15 @@ if TYPE_CHECKING:
     )
     from kvplugin.parity import (
         Parity as Parity,
+    )
+    from kvplugin.policies.eviction import (
+        BlockContext as BlockContext,
+    )
+    from kvplugin.policies.eviction import (
+        BlockInfo as BlockInfo,
+    )
+    from kvplugin.policies.eviction import (
+        EvictionPolicy as EvictionPolicy,
     )
     from kvplugin.request import (
         Adapter as Adapter,
@@ -218,11 +236,16 @@ _EXPORTS: Final = {
         "HashFormat",
         "get_hash_format",
     ),
+    "kvplugin.hints": (
+        "RequestHints",
+        "hints_of",
+    ),
     "kvplugin.hooks": (
         "HOOK_API_VERSION",
         "Hooks",
         "get_hooks",
         "hookimpl",
+        "hooks_with",
     ),
     "kvplugin.kv_cache_blocks": ("KVCacheBlocks",),
     "kvplugin.manager": ("KVCacheManager",),
@@ -242,6 +265,11 @@ _EXPORTS: Final = {
         "Request",
         "RequestError",
         "RequestLike",
+    ),
+    "kvplugin.policies.eviction": (
+        "BlockContext",
+        "BlockInfo",
+        "EvictionPolicy",
     ),
     "kvplugin.residency": (
         "Residency",

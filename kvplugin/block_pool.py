@@ -34,6 +34,7 @@ from kvplugin.policies.eviction import (
     BlockContext,
     BlockInfo,
     EvictionPolicy,
+    needs,
 )
 from kvplugin.ranking import Ranking
 from kvplugin.residency import ResidencySampler
@@ -77,8 +78,8 @@ class BlockPool:
         self.block_size = block_size
         self.medium = medium
         self._refs = [0] * num_blocks
-        asks = policy is not None and getattr(policy, "needs_info", True)
-        self._keys = BlockKeys(num_blocks, lineage or asks)
+        policy = LRU() if policy is None else policy
+        self._keys = BlockKeys(num_blocks, lineage or needs(policy, "needs_info"))
         self._hashes = self._keys.hashes
         # Popped from the end: low ids first in a new pool.
         self._unkeyed = list(range(num_blocks - 1, NULL_BLOCK, -1))
@@ -88,9 +89,7 @@ class BlockPool:
         self._residency = residency
         self.listener: KeyListener | None = None
         """Told of keys lost by the pool, of keys given by managers."""
-        self._ranking = Ranking(
-            LRU() if policy is None else policy, self._refs, self._hashes, self.info
-        )
+        self._ranking = Ranking(policy, self._refs, self._hashes, self.info)
 
     # -- questions -----------------------------------------------------------------
 

@@ -11,11 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvplugin.hooks import (
+    AdmissionContext,
     BlockPoolContext,
     CheckpointContext,
     CoordinatorContext,
     EvictionPolicyContext,
     ManagerContext,
+    OffloadPolicyContext,
     VictimContext,
     WaitingContext,
     hookimpl,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from kvplugin.groups import GroupingConfig
     from kvplugin.managers import SingleTypeKVCacheManager
     from kvplugin.policies.eviction import EvictionPolicy
+    from kvplugin.policies.offload import OffloadPolicy
     from kvplugin.spec import KVCacheGroupSpec, KVCacheSpec
 
 
@@ -45,6 +48,23 @@ def kvp_make_eviction_policy(ctx: EvictionPolicyContext) -> EvictionPolicy | Non
 
     name = ctx.name or "lru"
     return make_policy(name, ctx.options, ctx.inner) if name in POLICIES else None
+
+
+@hookimpl
+def kvp_register_offload_policies() -> Mapping[str, str]:
+    """The offload policies of the core."""
+    from kvplugin.policies.offload.registry import OFFLOAD_POLICIES
+
+    return {name: listed.description for name, listed in OFFLOAD_POLICIES.items()}
+
+
+@hookimpl(trylast=True)
+def kvp_make_offload_policy(ctx: OffloadPolicyContext) -> OffloadPolicy | None:
+    """One of the core's, all blocks where no name is given."""
+    from kvplugin.policies.offload.registry import OFFLOAD_POLICIES, make_offload_policy
+
+    name = ctx.name or "all"
+    return make_offload_policy(name, ctx.options) if name in OFFLOAD_POLICIES else None
 
 
 @hookimpl(trylast=True)
@@ -113,11 +133,15 @@ def kvp_choose_waiting_order(ctx: WaitingContext) -> Sequence[str]:
 
 
 @hookimpl(trylast=True)
+def kvp_choose_admission(ctx: AdmissionContext) -> bool:
+    """Whoever fits."""
+    del ctx
+    return True
+
+
+@hookimpl(trylast=True)
 def kvp_choose_victim(ctx: VictimContext) -> str:
-    """Who was admitted last, or would be (`scheduler.queues` answers the same)."""
-    if ctx.policy == "priority":
-        candidates = reversed(ctx.candidates)  # among equals the last admitted
-        last = max(candidates, key=lambda r: (r.priority, r.arrival_time))
-    else:
-        last = ctx.candidates[-1]
-    return last.request_id
+    """Who was admitted last, or would be."""
+    from kvplugin.policies.scheduling.configured import last_in_order
+
+    return last_in_order(ctx.candidates, ctx.policy).request_id

@@ -8,7 +8,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvplugin.errors import IntegrityError
-from kvplugin.policies.eviction import LRU, BlockContext, BlockInfo, EvictionPolicy
+from kvplugin.policies.eviction import (
+    LRU,
+    BlockContext,
+    BlockInfo,
+    EvictionPolicy,
+    needs,
+)
 
 logger = logging.getLogger("vllm.kvplugin.block_pool")
 
@@ -124,8 +130,8 @@ class Ranking:
     def _use(self, policy: EvictionPolicy) -> None:
         # LRU is what the pool falls back to: it is trusted as the pool itself is.
         self._is_own = type(policy) is LRU
-        self._wants_hits = bool(getattr(policy, "needs_hits", True))
-        self._wants_steps = bool(getattr(policy, "needs_steps", True))
+        self._wants_hits = needs(policy, "needs_hits")
+        self._wants_steps = needs(policy, "needs_steps")
         self._policy = policy
         policy.bind(len(self._refs), self._info)
 

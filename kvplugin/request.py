@@ -9,11 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvplugin.errors import ConfigError, KVPluginError
 from kvplugin.hashing.formats import HashFormat
 from kvplugin.hashing.identity import AdapterLike, MediaLike
+
+if TYPE_CHECKING:
+    from kvplugin.hints import RequestHints
 
 _TOKEN_LIMIT: Final = 2**32
 _NEVER: Final = 2**63
@@ -104,8 +107,6 @@ class Request:
     """A request that owns its tokens and keeps their hashes up to date."""
 
     __slots__ = (
-        "_hash_block_size",
-        "_hash_format",
         "_next_hash_at",
         "_prompt_embeds_per_block_hashes",
         "_tokens",
@@ -113,6 +114,9 @@ class Request:
         "block_context",
         "block_hashes",
         "cache_salt",
+        "hash_block_size",
+        "hash_format",
+        "hints",
         "lora_request",
         "mm_features",
         "num_computed_tokens",
@@ -141,6 +145,7 @@ class Request:
         skip_reading_prefix_cache: bool | None = None,
         priority: int = 0,
         arrival_time: float = 0.0,
+        hints: "RequestHints | None" = None,
         block_context: object = None,
     ) -> None:
         """A request with its prompt, hashed.
@@ -152,6 +157,8 @@ class Request:
             hash_block_size: tokens that one hash covers.
             mm_features: media items, sorted by offset, within the prompt.
             prompt_embeds: one row a prompt token; see `HashedRequest` for its type.
+            hints: what the client says of it; `Scheduler.add_request` makes a
+                `block_context` of them.
             block_context: a `BlockContext`, what the eviction policy is told.
             weight_epoch: changes of the model's weights so far. Requests of different
                 epochs share nothing.
@@ -180,11 +187,12 @@ class Request:
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.priority = priority
         self.arrival_time = arrival_time
+        self.hints = hints
         self.block_context = block_context
         self.block_hashes: list[bytes] = []
         self._prompt_embeds_per_block_hashes: dict[tuple[int, int], bytes] = {}
-        self._hash_format = hash_format
-        self._hash_block_size = hash_block_size
+        self.hash_format = hash_format
+        self.hash_block_size = hash_block_size
         self._next_hash_at = _NEVER if hash_format is None else hash_block_size
         self._update_hashes()
 
@@ -226,6 +234,15 @@ class Request:
         if len(self._tokens) >= self._next_hash_at:
             self._update_hashes()
 
+    def take_hints(self, now: float) -> None:
+        """It arrives: its hints become its `block_context`, unless it has one.
+
+        Args:
+            now: seconds, of the scheduler's clock.
+        """
+        if self.hints is not None and self.block_context is None:
+            self.block_context = self.hints.context(now, self)
+
     def begin_weight_epoch(self, weight_epoch: int) -> None:
         """The model's weights have changed: hash all blocks anew.
 
@@ -241,10 +258,10 @@ class Request:
             raise
 
     def _update_hashes(self) -> None:
-        if self._hash_format is None:
+        if self.hash_format is None:
             return
-        size = self._hash_block_size
-        self._hash_format.extend(self.block_hashes, self, size)
+        size = self.hash_block_size
+        self.hash_format.extend(self.block_hashes, self, size)
         self._next_hash_at = (len(self.block_hashes) + 1) * size
 
     def __repr__(self) -> str:

@@ -6,8 +6,9 @@ import msgspec
 
 from kvplugin.errors import check_ranges
 from kvplugin.events import MEDIUM_CPU
-from kvplugin.hooks import EvictionPolicyContext, get_hooks
+from kvplugin.hooks import EvictionPolicyContext, OffloadPolicyContext, get_hooks
 from kvplugin.policies.eviction import EvictionPolicy
+from kvplugin.policies.offload import OffloadPolicy
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +20,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which blocks leave host memory first."""
     eviction_policy_options: dict[str, Any] = {}
     """What the eviction policy may be told; the default one takes nothing."""
+    offload_policy: str = "all"
+    """Which blocks are stored in host memory at all."""
+    offload_policy_options: dict[str, Any] = {}
+    """What the offload policy may be told; the default one takes nothing."""
     blocks_per_chunk: int = 1
     """Engine blocks that are stored, kept and evicted as one."""
     offload_prompt_only: bool = True
@@ -34,7 +39,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_ranges(self, _LIMITS)
-        self.make_eviction_policy(_ANY_SIZE)  # refuses unknown names and options
+        # These refuse unknown names and options.
+        self.make_eviction_policy(_ANY_SIZE)
+        self.make_offload_policy(_ANY_SIZE)
 
     def make_eviction_policy(self, num_blocks: int) -> EvictionPolicy:
         """A fresh eviction policy for a host tier of this many slots.
@@ -47,6 +54,22 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
             EvictionPolicyContext(
                 name=self.eviction_policy,
                 options=self.eviction_policy_options,
+                num_blocks=num_blocks,
+                medium=MEDIUM_CPU,
+            )
+        )
+
+    def make_offload_policy(self, num_blocks: int) -> OffloadPolicy:
+        """A fresh offload policy for a host tier of this many slots.
+
+        Raises:
+            ConfigError: no policy has this name, or it refuses the options.
+            PluginError: the plugin that makes it fails.
+        """
+        return get_hooks().make_offload_policy(
+            OffloadPolicyContext(
+                name=self.offload_policy,
+                options=self.offload_policy_options,
                 num_blocks=num_blocks,
                 medium=MEDIUM_CPU,
             )

@@ -63,6 +63,11 @@ class HostTier:
         """Slots being written or read."""
         return self._pool.num_used_blocks
 
+    @property
+    def policy_failures(self) -> int:
+        """How often the eviction policy failed and was replaced by LRU."""
+        return self._pool.policy_failures
+
     def slot_of(self, key: bytes) -> int | None:
         """Slot of a readable chunk."""
         return self._pool.get(key)

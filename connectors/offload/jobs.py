@@ -23,6 +23,9 @@ class RequestState:
     """Number of the last plan before the present admission."""
     next_chunk: int = 0
     """Chunks before this one need no store in this admission."""
+    has_hole: bool = False
+    """The offload policy refused a chunk of this admission: what comes after it could
+    never be hit."""
     wait_until: float | None = None
     """When a lookup stops waiting for transfers of others."""
     load_failed: bool = False

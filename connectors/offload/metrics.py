@@ -18,6 +18,7 @@ METRICS: Final = (
     ),
     Metric("failed_stores", Kind.COUNTER, "Stores that failed; nothing of them kept."),
     Metric("skipped_blocks", Kind.COUNTER, "Blocks not stored: host memory in use."),
+    Metric("refused_blocks", Kind.COUNTER, "Blocks that the offload policy refused."),
     Metric("loaded_blocks", Kind.COUNTER, "Engine blocks filled from host memory."),
     Metric("loaded_tokens", Kind.COUNTER, "Tokens whose KV came from host memory."),
     Metric("loaded_bytes", Kind.COUNTER, "Bytes loaded from host memory, all ranks."),
@@ -38,4 +39,9 @@ METRICS: Final = (
     Metric("host_blocks", Kind.GAUGE, "Engine blocks that host memory can hold."),
     Metric("host_blocks_stored", Kind.GAUGE, "Engine blocks in host memory."),
     Metric("pending_jobs", Kind.GAUGE, "Stores and loads under way."),
+    Metric(
+        "policy_failures",
+        Kind.GAUGE,
+        "Eviction and offload policies that failed and were replaced.",
+    ),
 )

@@ -21,6 +21,7 @@ from kvplugin.connectors.offload.messages import (
 )
 from kvplugin.connectors.offload.metrics import METRICS
 from kvplugin.connectors.offload.recompute import RecomputeRate
+from kvplugin.connectors.offload.store_filter import StoreFilter
 from kvplugin.contract import (
     LATER,
     MISS,
@@ -55,7 +56,7 @@ class OffloadScheduler:
 
     Raises:
         CapacityError: `cpu_bytes_to_use` holds not even one chunk.
-        ConfigError: no eviction policy of this name and options.
+        ConfigError: no eviction or offload policy of this name and options.
     """
 
     def __init__(
@@ -82,6 +83,11 @@ class OffloadScheduler:
             self._chunking.tokens,
             enable_events=enable_events,
         )
+        self._filter = StoreFilter(
+            config.make_offload_policy(self._num_slots),
+            self._chunking,
+            prompt_only=config.offload_prompt_only,
+        )
         self._blocks: EngineBlocks | None = None
         self._requests: dict[str, RequestState] = {}
         self._watched: dict[str, None] = {}
@@ -97,6 +103,7 @@ class OffloadScheduler:
         self._counters = Counters(METRICS)
         self._counters.set("host_blocks", self.host_blocks)
         self._counters.set("host_blocks_stored", 0)
+        self._counters.set("policy_failures", 0)
 
     @property
     def host_blocks(self) -> int:
@@ -162,6 +169,7 @@ class OffloadScheduler:
         state.row = list(block_ids[self._chunking.group.index])
         state.admitted_after = self._step
         state.next_chunk = 0
+        state.has_hole = False
         state.wait_until = None
         if not self._nothing_left_to_store(state):
             self._watched[request.request_id] = None
@@ -234,6 +242,7 @@ class OffloadScheduler:
             return None
         chunks = list(self._chunking.of(state.request, 0, end))
         missing = [c for c in chunks[state.next_chunk :] if not self._tier.holds(c.key)]
+        missing = self._wanted(state, missing)
         state.next_chunk = end
         # Chunks of others leave first. A tail without its head can never be hit: the
         # tail gives way to what is missing, what comes before that does not.
@@ -244,6 +253,20 @@ class OffloadScheduler:
         if self._nothing_left_to_store(state):
             self._stop_storing(state)
         return order
+
+    def _wanted(self, state: RequestState, missing: list[Chunk]) -> list[Chunk]:
+        """Of these chunks those that the offload policy wants, up to the first one that
+        it does not. It hears of those behind a hole too."""
+        if not missing:
+            return missing
+        wanted = self._filter.num_wanted(state.request, missing)
+        if state.has_hole:
+            wanted = 0
+        state.has_hole |= wanted < len(missing)
+        refused = (len(missing) - wanted) * self._chunking.blocks
+        if refused:
+            self._counters.add("refused_blocks", refused)
+        return missing[:wanted]
 
     def _order_store(
         self, state: RequestState, chunks: Sequence[Chunk]
@@ -460,6 +483,8 @@ class OffloadScheduler:
         per_chunk = self._chunking.blocks
         self._counters.set("host_blocks_stored", self._tier.num_stored * per_chunk)
         self._counters.set("pending_jobs", len(self._jobs))
+        failures = self._tier.policy_failures + self._filter.failures
+        self._counters.set("policy_failures", failures)
         evicted = self._tier.take_evictions()
         if evicted:
             self._counters.add("evicted_blocks", evicted * per_chunk)

@@ -6,22 +6,26 @@ contract, `contexts.py` what hooks are told, `facade.py` what the core calls.
 """
 
 from kvplugin.hooks.contexts import (
+    AdmissionContext,
     BlockPoolContext,
     CheckpointContext,
     CoordinatorContext,
     EvictionPolicyContext,
     FreedContext,
     ManagerContext,
+    OffloadPolicyContext,
     VictimContext,
     WaitingContext,
 )
-from kvplugin.hooks.facade import Hooks, get_hooks, registered_commands
+from kvplugin.hooks.facade import Hooks
+from kvplugin.hooks.installed import get_hooks, hooks_with, registered_commands
 from kvplugin.hooks.markers import HOOK_API_VERSION, hookimpl
 from kvplugin.hooks.plugins import PluginInfo, load_plugins
 from kvplugin.hooks.specs import HookSpecs
 
 __all__ = [
     "HOOK_API_VERSION",
+    "AdmissionContext",
     "BlockPoolContext",
     "CheckpointContext",
     "CoordinatorContext",
@@ -30,11 +34,13 @@ __all__ = [
     "HookSpecs",
     "Hooks",
     "ManagerContext",
+    "OffloadPolicyContext",
     "PluginInfo",
     "VictimContext",
     "WaitingContext",
     "get_hooks",
     "hookimpl",
+    "hooks_with",
     "load_plugins",
     "registered_commands",
 ]

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 ONE_ANSWER: Final = (
     "kvp_make_eviction_policy",
+    "kvp_make_offload_policy",
     "kvp_make_block_pool",
     "kvp_make_coordinator",
     "kvp_make_manager",
     "kvp_group_layers",
     "kvp_choose_checkpoints",
     "kvp_choose_waiting_order",
+    "kvp_choose_admission",
     "kvp_choose_victim",
 )
 """Hooks of one answer, the built-in's if there is no other."""

@@ -9,6 +9,7 @@ from kvplugin.hooks import needs
 
 if TYPE_CHECKING:
     from kvplugin.hooks.contexts import (
+        AdmissionContext,
         BlockPoolContext,
         CheckpointContext,
         VictimContext,
@@ -133,6 +134,12 @@ def waiting_order(answer: Any, ctx: WaitingContext) -> str:
             return f"{request_id!r}, {how}"
         unseen.remove(request_id)
     return ""
+
+
+def admission(answer: Any, ctx: AdmissionContext) -> str:
+    """Whether this is a yes or a no."""
+    del ctx
+    return "" if isinstance(answer, bool) else f"{_a(answer)} in place of a bool"
 
 
 def victim(answer: Any, ctx: VictimContext) -> str:

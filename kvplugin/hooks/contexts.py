@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,20 @@ class EvictionPolicyContext:
     only validated."""
     medium: str = "GPU"
     """What the blocks stand for, as in KV events."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadPolicyContext:
+    """Which offload policy is wanted, and for what."""
+
+    name: str = ""
+    """As in the configuration; empty for the default."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """As in the configuration; what the policy does not know must be refused."""
+    num_blocks: int
+    """Blocks that the tier holds; a guess while a configuration is only validated."""
+    medium: str = "CPU"
+    """The tier, as in KV events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +117,12 @@ class CheckpointContext:
         return range(self.block_size, self.max_tokens + 1, self.block_size)
 
 
+def _none(request: RequestLike) -> int:
+    """Of a context that a test makes."""
+    del request
+    return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingContext:
     """Requests that wait for their blocks, in a step that may admit some."""
@@ -115,6 +135,30 @@ class WaitingContext:
     """Of the pool, evictable ones included; running requests have got theirs."""
     policy: str
     """The configured one: fcfs or priority."""
+    cached_tokens: Callable[[RequestLike], int] = _none
+    """Tokens of the engine's own cache that a request would start from now. A lookup
+    that changes and counts nothing; costs as much as one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionContext:
+    """A waiting request whose turn it is, while others run."""
+
+    request: RequestLike
+    step: int
+    """Its number, counting from 1."""
+    num_running: int
+    """Requests that run, those admitted in this step included; 1 or more."""
+    num_waiting: int
+    """Requests that wait, this one included."""
+    free_blocks: int
+    """Of the pool now, evictable ones included."""
+    num_blocks: int
+    """Of the pool that can be handed out at all."""
+    policy: str
+    """The configured one: fcfs or priority."""
+    cached_tokens: Callable[[RequestLike], int] = _none
+    """See `WaitingContext`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +171,8 @@ class VictimContext:
     """All that run, `needy` included, in the order of their admission."""
     policy: str
     """The configured one: fcfs or priority."""
+    freed_blocks: Callable[[RequestLike], int] = _none
+    """Blocks that come free if a candidate loses its own: those that only it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

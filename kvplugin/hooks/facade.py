@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 from kvplugin.errors import PluginError
@@ -17,18 +16,20 @@ from kvplugin.hooks import checks, needs
 from kvplugin.hooks.calls import Calls
 from kvplugin.hooks.composition import parts
 from kvplugin.hooks.contexts import (
+    AdmissionContext,
     BlockPoolContext,
     CheckpointContext,
     CoordinatorContext,
     EvictionPolicyContext,
     FreedContext,
     ManagerContext,
+    OffloadPolicyContext,
     VictimContext,
     WaitingContext,
 )
 from kvplugin.hooks.contributions import contributions, merged, refuse
 from kvplugin.hooks.guard import Guard, last_answer
-from kvplugin.hooks.plugins import PluginInfo, describe, load_plugins, new_manager
+from kvplugin.hooks.plugins import PluginInfo, describe, new_manager
 from kvplugin.hooks.policy_names import PolicyNames
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from kvplugin.groups import GroupingConfig
     from kvplugin.managers import SingleTypeKVCacheManager
     from kvplugin.policies.eviction import EvictionPolicy
+    from kvplugin.policies.offload import OffloadPolicy
     from kvplugin.spec import KVCacheGroupSpec, KVCacheSpec
 
 
@@ -50,7 +52,15 @@ class Hooks(Calls):
 
     def __init__(self, manager: pluggy.PluginManager) -> None:
         super().__init__(manager)
-        self._policies = PolicyNames(manager)
+        self._policies = PolicyNames(
+            manager,
+            "kvp_register_eviction_policies",
+            "eviction policy",
+            "eviction_policy",
+        )
+        self._offload_policies = PolicyNames(
+            manager, "kvp_register_offload_policies", "offload policy", "offload_policy"
+        )
         self._last_policy: tuple[EvictionPolicy, Guard | None] | None = None
         """The last one made and whose it is, until a pool has it."""
         self.hears_events = self._is_heard("kvp_on_events")
@@ -63,6 +73,8 @@ class Hooks(Calls):
         """Whether anybody but the built-in is asked in `choose_checkpoints`."""
         self.orders_waiting = "kvp_choose_waiting_order" in self._is_replaced
         """Whether anybody but the built-in is asked in `choose_waiting_order`."""
+        self.chooses_admission = "kvp_choose_admission" in self._is_replaced
+        """Whether anybody but the built-in is asked in `choose_admission`."""
         self.chooses_victim = "kvp_choose_victim" in self._is_replaced
         """Whether anybody but the built-in is asked in `choose_victim`."""
 
@@ -113,6 +125,14 @@ class Hooks(Calls):
             for name, text in offered.items()
         }
 
+    def register_offload_policies(self) -> dict[str, str]:
+        """Descriptions of all offload policies by name.
+
+        Raises:
+            PluginError: a plugin fails, or two contribute a policy of one name.
+        """
+        return self._offload_policies.all()
+
     # -- built once ----------------------------------------------------------------
 
     def make_eviction_policy(self, ctx: EvictionPolicyContext) -> EvictionPolicy:
@@ -139,6 +159,23 @@ class Hooks(Calls):
         self._verify(hook, checks.has, policy, needs.EVICTION_POLICY)
         self._policies.verify_maker(ctx.name, maker)
         self._last_policy = policy, guard
+        return policy
+
+    def make_offload_policy(self, ctx: OffloadPolicyContext) -> OffloadPolicy:
+        """A fresh policy that says which blocks are worth a copy.
+
+        Raises:
+            ConfigError: nobody makes a policy of this name, or not with these options.
+            PluginError: a plugin fails or answers something else, or two plugins have
+                a policy of one name.
+        """
+        hook = "kvp_make_offload_policy"
+        policy: OffloadPolicy | None = self._ask(hook, ctx=ctx)
+        maker = last_answer.maker
+        if policy is None:
+            raise self._offload_policies.nobody_makes(ctx.name)
+        self._verify(hook, checks.has, policy, needs.OFFLOAD_POLICY)
+        self._offload_policies.verify_maker(ctx.name, maker)
         return policy
 
     def make_block_pool(self, ctx: BlockPoolContext) -> BlockPool:
@@ -217,6 +254,12 @@ class Hooks(Calls):
         ids = (request.request_id for request in ctx.waiting)
         return [*first, *(id_ for id_ in ids if id_ not in first)]
 
+    def choose_admission(self, ctx: AdmissionContext) -> bool:
+        """Whether a waiting request may be admitted now; the built-in's answer, yes,
+        if a plugin fails."""
+        admitted: bool = self._choose("kvp_choose_admission", checks.admission, ctx)
+        return admitted
+
     def choose_victim(self, ctx: VictimContext) -> str:
         """Id of the candidate that loses its blocks; the built-in's answer if a plugin
         fails."""
@@ -236,23 +279,3 @@ class Hooks(Calls):
     def on_lost_hit(self, explanation: LookupExplanation) -> None:
         """Tell why a hit was not longer; never fails."""
         self._tell("kvp_on_lost_hit", explanation=explanation)
-
-
-@cache
-def get_hooks() -> Hooks:
-    """The hooks of this process with its installed plugins, loaded at the first call.
-
-    Raises:
-        ConfigError: `KVPLUGIN_PLUGINS` names a plugin that is not installed.
-        PluginError: an installed plugin is unfit.
-    """
-    return Hooks(load_plugins())
-
-
-def registered_commands() -> list[click.Command]:
-    """All commands that plugins contribute.
-
-    Raises:
-        PluginError: a plugin fails, or two contribute a command of the same name.
-    """
-    return get_hooks().register_commands()

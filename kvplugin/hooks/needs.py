@@ -30,6 +30,7 @@ EVICTION_POLICY: Final = Needs(
         "__len__",
     )
 )
+OFFLOAD_POLICY: Final = Needs(("admit",))
 BLOCK_POOL: Final = Needs(
     (
         "get_num_free_blocks",
@@ -50,6 +51,7 @@ BLOCK_POOL: Final = Needs(
         "reset_prefix_cache",
         "report",
         "take_events",
+        "step",
         "check",
     ),
     (
@@ -59,6 +61,7 @@ BLOCK_POOL: Final = Needs(
         "reserved_blocks",
         "events_enabled",
         "medium",
+        "wants_steps",
         "listener",
     ),
 )

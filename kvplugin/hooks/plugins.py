@@ -58,10 +58,7 @@ def new_manager(plugins: Iterable[object] = ()) -> pluggy.PluginManager:
     own = _own_distribution()
     for entry_point in _BUILT_IN:
         _load(manager, entry_point, own)
-    for plugin in plugins:
-        name = manager.get_canonical_name(plugin)
-        _register(manager, Guard(manager, plugin, name))
-    _refuse_unknown_hooks(manager)
+    _register_all(manager, plugins)
     if tracing_is_on():
         manager.trace.root.setwriter(lambda text: logger.info("%s", text.rstrip()))
         manager.enable_tracing()
@@ -78,6 +75,16 @@ def load_plugins() -> pluggy.PluginManager:
         PluginError: a plugin cannot be imported, wants another version of the hooks,
             or implements a hook that does not exist.
     """
+    return manager_with(())
+
+
+def manager_with(plugins: Iterable[object]) -> pluggy.PluginManager:
+    """A new manager with the installed plugins and these.
+
+    Raises:
+        ConfigError: as `load_plugins`.
+        PluginError: as `load_plugins`, or two plugins have one name.
+    """
     manager = new_manager()
     found = entry_points(group=PROJECT)
     allowed = _allowed({entry_point.name for entry_point in found})
@@ -85,8 +92,16 @@ def load_plugins() -> pluggy.PluginManager:
         ours = entry_point.dist is not None and entry_point.dist.name == PROJECT
         if ours or allowed is None or entry_point.name in allowed:
             _load(manager, entry_point, entry_point.dist)
-    _refuse_unknown_hooks(manager)
+    _register_all(manager, plugins)
     return manager
+
+
+def _register_all(manager: pluggy.PluginManager, plugins: Iterable[object]) -> None:
+    """Plugins that are given in code, and the last check of all of them."""
+    for plugin in plugins:
+        name = manager.get_canonical_name(plugin)
+        _register(manager, Guard(manager, plugin, name))
+    _refuse_unknown_hooks(manager)
 
 
 def guards(manager: pluggy.PluginManager) -> list[Guard]:
@@ -146,7 +161,7 @@ def _load(
 def _register(manager: pluggy.PluginManager, guard: Guard) -> None:
     other = manager.get_plugin(guard.name)
     if other is not None:
-        raise PluginError(f"{other} and {guard} have the same name: uninstall one")
+        raise PluginError(f"{other} and {guard} have the same name: leave one out")
     try:
         manager.register(guard, name=guard.name)
     except pluggy.PluginValidationError as error:

@@ -1,4 +1,4 @@
-"""Names of eviction policies: who offers which, and that nobody takes another's."""
+"""Names of policies of one kind: who offers which, and that nobody takes another's."""
 
 from __future__ import annotations
 
@@ -17,10 +17,22 @@ if TYPE_CHECKING:
 
 
 class PolicyNames:
-    """What the plugins of a manager offer."""
+    """What the plugins of a manager offer.
 
-    def __init__(self, manager: pluggy.PluginManager) -> None:
+    Args:
+        manager: the plugins.
+        hook: by which they offer policies.
+        kind: of the policies, for messages.
+        setting: where the user names one.
+    """
+
+    def __init__(
+        self, manager: pluggy.PluginManager, hook: str, kind: str, setting: str
+    ) -> None:
         self._manager = manager
+        self._hook = hook
+        self._kind = kind
+        self._setting = setting
 
     def offered(self) -> list[tuple[Guard, Mapping[str, str]]]:
         """Names and descriptions by plugin.
@@ -28,8 +40,7 @@ class PolicyNames:
         Raises:
             PluginError: a plugin fails or answers something else.
         """
-        hook = "kvp_register_eviction_policies"
-        return contributions(self._manager, hook, checks.policy_names)
+        return contributions(self._manager, self._hook, checks.policy_names)
 
     def all(self) -> dict[str, str]:
         """Descriptions by name.
@@ -42,7 +53,7 @@ class PolicyNames:
             for guard, offered in self.offered()
             for name, text in offered.items()
         ]
-        return merged(policies, "eviction policy")
+        return merged(policies, self._kind)
 
     @cached_property
     def owners(self) -> dict[str, Guard]:
@@ -56,14 +67,14 @@ class PolicyNames:
             for guard, offered in self.offered()
             for name in offered
         ]
-        return merged(names, "eviction policy")
+        return merged(names, self._kind)
 
     def verify_maker(self, name: str, maker: Guard | None) -> None:
         """Refuse a plugin that makes a policy under a name that another one offers."""
         owner = self.owners.get(name)
         if owner is not None and maker is not None and maker is not owner:
             raise PluginError(
-                f"{maker} makes the eviction policy {name!r}, whose name is taken by "
+                f"{maker} makes the {self._kind} {name!r}, whose name is taken by "
                 f"{owner}: names must be new"
             )
 
@@ -72,4 +83,4 @@ class PolicyNames:
         owner = self.owners.get(name)
         if owner is not None:
             return PluginError(f"{owner} offers {name!r} and does not make it")
-        return unknown_name("eviction policy", name, self.owners, "eviction_policy")
+        return unknown_name(self._kind, name, self.owners, self._setting)

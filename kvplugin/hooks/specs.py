@@ -25,12 +25,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvplugin.hooks.contexts import (
+    AdmissionContext,
     BlockPoolContext,
     CheckpointContext,
     CoordinatorContext,
     EvictionPolicyContext,
     FreedContext,
     ManagerContext,
+    OffloadPolicyContext,
     VictimContext,
     WaitingContext,
 )
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from kvplugin.groups import GroupingConfig
     from kvplugin.managers import SingleTypeKVCacheManager
     from kvplugin.policies.eviction import EvictionPolicy
+    from kvplugin.policies.offload import OffloadPolicy
     from kvplugin.spec import KVCacheGroupSpec, KVCacheSpec
 
 
@@ -73,6 +76,17 @@ class HookSpecs(Protocol):
         plugin, and by no other.
         """
 
+    @hookspec
+    def kvp_register_offload_policies(self) -> Mapping[str, str]:
+        """Names of the offload policies that the plugin can make.
+
+        When: once when the first policy is made: two plugins with one name end the
+        start. Any process and thread; should not block.
+        Answer: one line of description a name; names must be new; None: the plugin
+        has none. Each name must be answered by `kvp_make_offload_policy` of the same
+        plugin, and by no other.
+        """
+
     # -- built once ----------------------------------------------------------------
 
     @hookspec(firstresult=True)
@@ -87,6 +101,20 @@ class HookSpecs(Protocol):
         block. An empty name asks for the default.
         Answer: None: the policy of this name is not mine. If its `bind` fails in the
         pool, the start ends with an error that names the plugin of the policy.
+        Raises: `ConfigError` for options that it does not know or cannot take.
+        """
+
+    @hookspec(firstresult=True)
+    def kvp_make_offload_policy(
+        self, ctx: OffloadPolicyContext
+    ) -> OffloadPolicy | None:
+        """A fresh offload policy: which blocks are worth a copy in another tier.
+
+        When: once a tier (host memory) while the engine starts, in the process of the
+        scheduler; also wherever a configuration that names the policy is validated
+        (command line, workers). Main thread; may block. An empty name asks for the
+        default.
+        Answer: None: the policy of this name is not mine.
         Raises: `ConfigError` for options that it does not know or cannot take.
         """
 
@@ -157,6 +185,18 @@ class HookSpecs(Protocol):
         step, so who is named late may starve.
         Answer: ids of waiting requests, each once; those left out come after them, in
         the configured order. None: no opinion. The built-in keeps the configured order.
+        """
+
+    @hookspec(firstresult=True)
+    def kvp_choose_admission(self, ctx: AdmissionContext) -> bool | None:
+        """Whether the next waiting request may be admitted now.
+
+        When: at most once a step and request of our scheduler, when it is its turn and
+        others run (where nobody runs, admission is open: the engine would stall);
+        thread of the scheduler's step; must not block. Requests are shared: change
+        nothing. A request that may come can still find too few blocks.
+        Answer: False ends the admissions of the step, as nobody overtakes; True: it
+        may come; None: no opinion. The built-in answers True.
         """
 
     @hookspec(firstresult=True)

@@ -34,7 +34,7 @@ def _what_is_wrong(entry: Entry, manager: KVCacheManager) -> str:
     if any(tokens) or request.num_preemptions:
         return "was served before: make a new Request"
     # Short prompts have no hashes yet: what counts is how they will be made.
-    hashed = request._hash_format is not None and request._hash_block_size == block_size
+    hashed = request.hash_format is not None and request.hash_block_size == block_size
     if manager.enable_caching and not hashed:
         return (
             f"is not hashed in blocks of {block_size} tokens, as the manager's: give "

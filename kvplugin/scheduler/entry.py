@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvplugin.policies.scheduling.configured import rank_of
 from kvplugin.request import Request
 from kvplugin.scheduler.rows import Rows
 
@@ -81,7 +82,7 @@ class Entry:
     @property
     def rank(self) -> tuple[int, float]:
         """Smaller goes first under the priority policy."""
-        return self.request.priority, self.request.arrival_time
+        return rank_of(self.request)
 
     @property
     def live_in_flight(self) -> list[InFlight]:

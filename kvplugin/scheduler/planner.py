@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
+from kvplugin.choices import Choices
 from kvplugin.contract import MISS, Lookup
 from kvplugin.errors import ConfigError
-from kvplugin.hooks import Hooks, VictimContext, WaitingContext
 from kvplugin.kv_cache_blocks import KVCacheBlocks
 from kvplugin.manager import KVCacheManager
 from kvplugin.managers import AlignedMambaManager
@@ -23,16 +23,18 @@ class Planner:
 
     Args:
         roster: the requests.
-        hooks: may choose victims and the order of waiting requests.
+        choices: what plugins may decide.
         loads_synchronously: external tokens count as computed at admission.
 
     Raises:
         ConfigError: steps are too small for the model's states.
     """
 
-    def __init__(self, roster: Roster, hooks: Hooks, loads_synchronously: bool) -> None:
+    def __init__(
+        self, roster: Roster, choices: Choices, loads_synchronously: bool
+    ) -> None:
         self._roster = roster
-        self._hooks = hooks
+        self._choices = choices
         self._manager = roster.manager
         self._config = roster.config
         self._loads_synchronously = loads_synchronously
@@ -143,19 +145,9 @@ class Planner:
         if entry.status is not Status.RUNNING:
             others = [other for other in roster.loaded if other is not entry]
             return None if roster.running or not others else others[-1]
-        victim = self._choose_victim(entry)
+        running = [other.request for other in roster.running]
+        victim = roster.requests[self._choices.victim(entry.request, running)]
         return self._instead_of(entry) if victim is entry else victim
-
-    def _choose_victim(self, entry: Entry) -> Entry:
-        """One of those that run."""
-        roster = self._roster
-        if not self._hooks.chooses_victim:
-            return roster.waiting.victim(roster.running)
-        candidates = tuple(other.request for other in roster.running)
-        ctx = VictimContext(
-            needy=entry.request, candidates=candidates, policy=self._config.policy
-        )
-        return roster.requests[self._hooks.choose_victim(ctx)]
 
     def _instead_of(self, entry: Entry) -> Entry | None:
         """Who runs loses its own blocks last: loaded requests give theirs first, those
@@ -171,13 +163,12 @@ class Planner:
 
     def _schedule_waiting(self, step: StepPlan) -> None:
         for entry in self._in_order(step):
-            if not self._has_room(step):
+            if not self._has_room(step) or not self._is_open(step, entry):
                 return
             hit_blocks, hit = self._manager.find_computed_blocks(entry.request)
             answer = self._ask_connector(entry, hit)
-            if not answer.ready:
-                continue
-            if not self._admit(step, entry, hit_blocks, hit, answer.tokens):
+            found = hit_blocks, hit, answer.tokens
+            if answer.ready and not self._admit(step, entry, *found):
                 return
 
     def _has_room(self, step: StepPlan) -> bool:
@@ -186,16 +177,15 @@ class Planner:
     def _in_order(self, step: StepPlan) -> Iterable[Entry]:
         """Waiting requests as the policy wants them, or a plugin."""
         queue = self._roster.waiting
-        if not (self._hooks.orders_waiting and len(queue) and self._has_room(step)):
+        if not (self._choices.orders_waiting and len(queue) and self._has_room(step)):
             return queue
-        ctx = WaitingContext(
-            waiting=tuple(entry.request for entry in queue),
-            step=step.number,
-            free_blocks=self._manager.block_pool.get_num_free_blocks(),
-            policy=self._config.policy,
-        )
-        ids = self._hooks.choose_waiting_order(ctx)
+        ids = self._choices.order([entry.request for entry in queue], step.number)
         return [self._roster.requests[id_] for id_ in ids]
+
+    def _is_open(self, step: StepPlan, entry: Entry) -> bool:
+        """Whether a waiting request may be admitted, as far as plugins go."""
+        running, waiting = len(self._roster.running), len(self._roster.waiting)
+        return self._choices.admits(entry.request, step.number, running, waiting)
 
     def _ask_connector(self, entry: Entry, hit: int) -> Lookup:
         """Tokens that the connector can bring beyond the local hit."""

@@ -1,11 +1,11 @@
-"""Who waits, in which order, and who loses its blocks first.
+"""Who waits, in which order.
 
 Any request can leave a queue at any time, and ten thousand may wait: nothing here looks
 through all of them to find one.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count
 
 from kvplugin.scheduler.entry import Entry
@@ -49,21 +49,12 @@ class FirstComeFirstServed:
     def __len__(self) -> int:
         return len(self._order)
 
-    def victim(self, candidates: Sequence[Entry]) -> Entry:
-        """Who loses its blocks: the one admitted last."""
-        return candidates[-1]
-
 
 class ByPriority(FirstComeFirstServed):
     """The least `priority` goes first, earlier arrivals before later ones."""
 
     def _rank(self, entry: Entry) -> Place:
         return entry.rank
-
-    def victim(self, candidates: Sequence[Entry]) -> Entry:
-        """The one that would be admitted last; among equals the one that was, or they
-        would take turns at losing what they have computed (0.19.1 takes the first)."""
-        return max(reversed(candidates), key=lambda entry: entry.rank)
 
 
 def make_queue(policy: str) -> FirstComeFirstServed:

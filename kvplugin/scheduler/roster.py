@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvplugin.block import NULL_BLOCK
 from kvplugin.contract import SchedulerHalf
+from kvplugin.demand import Demand, HitKeys
 from kvplugin.errors import IntegrityError
 from kvplugin.manager import KVCacheManager
 from kvplugin.scheduler.config import SchedulerConfig
@@ -48,9 +49,9 @@ class Roster:
         self.holds = Holds(manager.block_pool)
         self.loads = Loads(self.holds, num_ranks, config.load_timeout_s, clock)
         self.sends = Sends(self.holds, num_ranks)
-        self.block_sizes = [
-            group.block_size for group in manager.coordinator.single_type_managers
-        ]
+        groups = manager.coordinator.single_type_managers
+        self.block_sizes = [group.block_size for group in groups]
+        self.demand = Demand(HitKeys(manager))
         self.requests: dict[str, Entry] = {}
         self.waiting = make_queue(config.policy)
         self.loaded = make_queue(config.policy)
@@ -95,10 +96,12 @@ class Roster:
         """A request arrives."""
         self.requests[entry.id] = entry
         self.waiting.add(entry)
+        self.demand.add(entry.request)
 
     def park(self, entry: Entry) -> None:
         """A waiting request has blocks, and its external tokens are on their way."""
         self.waiting.remove(entry)
+        self.demand.remove(entry.request)
         self.loads.start(entry, self.rows(entry))
 
     def load_is_in(self, entry: Entry) -> None:
@@ -110,6 +113,7 @@ class Roster:
         """A waiting or loaded request is scheduled."""
         queue = self.loaded if entry.status is Status.LOADED else self.waiting
         queue.remove(entry)
+        self.demand.remove(entry.request)
         entry.status = Status.RUNNING
         self.running.append(entry)
 
@@ -137,6 +141,7 @@ class Roster:
         entry.lose_progress()
         entry.status = Status.WAITING
         self.waiting.put_back(entry)
+        self.demand.add(entry.request)
 
     def finish(self, entry: Entry, reason: str, tokens: Sequence[int] = ()) -> None:
         """End a request in whatever state it is.
@@ -166,6 +171,7 @@ class Roster:
         elif entry.status is not Status.LOADING:
             queue = self.loaded if entry.status is Status.LOADED else self.waiting
             queue.remove(entry)
+            self.demand.remove(entry.request)
 
     def _withdraw(self, entry: Entry, step: StepPlan) -> None:
         """Take back what the step has promised. New blocks may have keys already, for

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from kvplugin.choices import Choices
 from kvplugin.contract import SchedulerHalf
 from kvplugin.errors import ConfigError, IntegrityError, check_count
 from kvplugin.events import KVCacheEvent
@@ -51,7 +52,7 @@ class Scheduler:
         num_ranks: worker halves of the connector.
         loads_synchronously: external tokens are there when the step computes, as far
             as anybody knows before; failures come as `ModelOutput.invalid_block_ids`.
-        clock: seconds, for deadlines.
+        clock: seconds, for deadlines and for how long blocks are worth keeping.
         hooks: the plugins to ask; the manager's if None.
 
     Raises:
@@ -74,7 +75,9 @@ class Scheduler:
         self.config = config
         self.connector = connector
         roster = self._roster = Roster(manager, config, connector, num_ranks, clock)
-        self._planner = Planner(roster, hooks or manager.hooks, loads_synchronously)
+        choices = Choices(hooks or manager.hooks, manager, config.policy)
+        self._planner = Planner(roster, choices, loads_synchronously)
+        self._clock = clock
         self._recovery = Recovery(roster)
         self._num_outcomes = 0 if connector is None else num_ranks
         self._weight_epoch = 0
@@ -102,7 +105,8 @@ class Scheduler:
 
         Args:
             request: a new one. It is brought to the last weight epoch that
-                `reset_prefix_cache` was told.
+                `reset_prefix_cache` was told; its hints count from now on, unless it
+                has a `block_context` already.
             max_tokens: tokens to generate at most, 1 or more.
             stop_token_ids: tokens that end it.
             num_encoder_tokens: of its encoder input, for cross-attention.
@@ -120,6 +124,7 @@ class Scheduler:
         check_arrival(entry, self.kv_cache_manager, self.config.num_lookahead_tokens)
         if request.weight_epoch != self._weight_epoch:
             request.begin_weight_epoch(self._weight_epoch)
+        request.take_hints(self._clock())
         roster.add(entry)
 
     def abort_request(self, request_id: str) -> None:
@@ -155,6 +160,8 @@ class Scheduler:
         self.kv_cache_manager.new_step_starts()
         for entry in self._roster.loads.overdue():
             self._recovery.load_is_overdue(entry)
+        pool = self.kv_cache_manager.block_pool
+        self._roster.demand.tell(pool, self._clock())
         step = StepPlan(self._step, self.config.max_num_batched_tokens)
         self._planner.fill(step)
         output = describe(step, self._roster)
@@ -258,6 +265,7 @@ class Scheduler:
                 request.begin_weight_epoch(last)
             raise
         self._weight_epoch = epoch
+        self._roster.demand.renew(requests)
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events of the cache and of the connector since the last call."""

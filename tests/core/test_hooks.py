@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -19,9 +20,12 @@ from kvplugin.hooks import (
     EvictionPolicyContext,
     Hooks,
     get_hooks,
+    hooks_with,
     load_plugins,
     registered_commands,
 )
+from kvplugin.policies.eviction.registry import POLICIES
+from kvplugin.policies.scheduling import make_scheduling
 
 Install = Callable[[str, str], Path]
 
@@ -132,6 +136,29 @@ def test_a_plugin_is_listed_with_its_distribution_and_hooks(install: Install) ->
     (mine,) = [plugin for plugin in get_hooks().plugins if plugin.name == "mine"]
     assert (mine.distribution, mine.version, mine.built_in) == ("mine", "1.0", False)
     assert mine.hooks == ("kvp_register_commands",)
+
+
+def test_plugins_of_the_moment_come_with_the_installed_ones(install: Install) -> None:
+    install("mine", commands("dig"))
+    one, other = (make_scheduling("victim", n) for n in ("least_work", "most_blocks"))
+    hooks = hooks_with(one, other)
+    names = [plugin.name for plugin in hooks.plugins]
+    assert "mine" in names
+    assert names[-2:] == ["victim=least_work", "victim=most_blocks"]
+    assert hooks.chooses_victim
+    assert not get_hooks().chooses_victim
+    assert hooks_with() is get_hooks()
+
+
+def test_a_plugin_of_the_moment_must_have_a_new_name(install: Install) -> None:
+    install("mine", commands("dig"))
+    for name in ("mine", "core"):
+        with pytest.raises(PluginError, match=f"'{name}'.*same name"):
+            hooks_with(SimpleNamespace(__name__=name))
+    twice = make_scheduling("victim", "least_work"), make_scheduling("victim", "last")
+    hooks_with(*twice)
+    with pytest.raises(PluginError, match="same name"):
+        hooks_with(twice[0], make_scheduling("victim", "least_work"))
 
 
 # -- the list of what may load -----------------------------------------------------
@@ -324,7 +351,7 @@ def test_plugins_are_listed_for_machines(install: Install) -> None:
         "hooks": ["kvp_register_commands"],
         "policies": {},
     }
-    assert rows["core"]["policies"].keys() == {"lru"}
+    assert rows["core"]["policies"].keys() == POLICIES.keys()
 
 
 @pytest.mark.parametrize("has_rich", [True, False])

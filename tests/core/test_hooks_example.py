@@ -1,4 +1,4 @@
-"""The example in docs/examples is a package that installs, works and passes its own
+"""The plugins in docs/examples are packages that install, work and pass their own
 tests."""
 
 import json
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "eviction_policy"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 COMMAND = "from kvplugin.cli.main import main; main()"
 
 
@@ -31,12 +31,11 @@ class Installed(NamedTuple):
         )
 
 
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def install(name: str, base: Path) -> Installed:
     """Without network: what it needs is here."""
-    base = tmp_path_factory.mktemp("example")
     tree, target = base / "tree", base / "target"
-    shutil.copytree(EXAMPLE, tree, ignore=shutil.ignore_patterns("__pycache__"))
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(EXAMPLES / name, tree, ignore=ignored)
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
     command = ["pip", "install", *offline, "--target", str(target), str(tree)]
     subprocess.run([sys.executable, "-m", *command], check=True)
@@ -44,17 +43,43 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(tree, target)
 
 
-def test_its_own_tests_pass_where_it_is_installed(example: Installed) -> None:
+@pytest.fixture(scope="module")
+def eviction(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return install("eviction_policy", tmp_path_factory.mktemp("eviction"))
+
+
+@pytest.fixture(scope="module")
+def scheduling(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return install("scheduling_policy", tmp_path_factory.mktemp("scheduling"))
+
+
+@pytest.mark.parametrize("name", ["eviction", "scheduling"])
+def test_its_own_tests_pass_where_it_is_installed(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    example: Installed = request.getfixturevalue(name)
     result = example.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
     assert result.returncode == 0, result.stdout
 
 
-def test_it_is_listed_with_its_policy(example: Installed) -> None:
+def listed(example: Installed) -> dict[str, Any]:
+    """Plugins by name."""
     result = example.run("-c", COMMAND, "plugins", "--json")
-    rows: dict[str, Any] = {row["name"]: row for row in json.loads(result.stdout)}
+    return {row["name"]: row for row in json.loads(result.stdout)}
+
+
+def test_the_eviction_policy_is_listed_with_its_name(eviction: Installed) -> None:
+    rows = listed(eviction)
     assert rows["clock"]["distribution"] == "kvplugin-clock"
     assert rows["clock"]["version"] == "1.0.0"
     assert rows["clock"]["policies"].keys() == {"clock"}
+
+
+def test_the_scheduling_policy_is_listed_with_its_hooks(scheduling: Installed) -> None:
+    row = listed(scheduling)["fair"]
+    assert (row["distribution"], row["version"]) == ("kvplugin-fair", "1.0.0")
+    decisions = ("admission", "victim", "waiting_order")
+    assert row["hooks"] == [f"kvp_choose_{decision}" for decision in decisions]
 
 
 @pytest.mark.parametrize(
@@ -62,9 +87,9 @@ def test_it_is_listed_with_its_policy(example: Installed) -> None:
     [("{}", ""), ('{"chances": 2}', ""), ('{"chance": 2}', "takes chances, not")],
 )
 def test_offload_can_be_configured_with_it(
-    example: Installed, options: str, message: str
+    eviction: Installed, options: str, message: str
 ) -> None:
-    result = example.run(
+    result = eviction.run(
         "-c",
         COMMAND,
         "config",

@@ -20,6 +20,7 @@ from kvplugin.hooks import (
     Hooks,
     HookSpecs,
     ManagerContext,
+    OffloadPolicyContext,
 )
 from kvplugin.managers import ManagerSettings
 from kvplugin.policies.eviction import LRU
@@ -92,6 +93,8 @@ def test_every_hook_is_tested_below() -> None:
     with_own_tests = {
         "kvp_register_commands",
         "kvp_register_eviction_policies",
+        "kvp_register_offload_policies",  # test_hooks_offload_policy.py
+        "kvp_choose_admission",  # test_hooks_admission.py
         "kvp_choose_checkpoints",
         "kvp_choose_waiting_order",  # test_hooks_scheduling.py
         "kvp_choose_victim",
@@ -140,15 +143,15 @@ def test_the_default_policy_takes_no_options() -> None:
 
 
 def test_unknown_policy_is_an_error_that_names_the_known_ones() -> None:
-    mine = plugin(kvp_register_eviction_policies=lambda: {"lfu": "least frequent"})
-    with pytest.raises(ConfigError, match=r"'lrv' in eviction_policy.* lfu, lru\."):
+    mine = plugin(kvp_register_eviction_policies=lambda: {"mru": "most recent"})
+    with pytest.raises(ConfigError, match=r"'lrv' in eviction_policy.* lru, mru, "):
         Hooks.of(mine).make_eviction_policy(policy_context("lrv"))
 
 
 def test_policy_that_is_offered_and_not_made_is_blamed_on_its_plugin() -> None:
-    mine = plugin(kvp_register_eviction_policies=lambda: {"lfu": "least frequent"})
-    with pytest.raises(PluginError, match="'mine' offers 'lfu'"):
-        Hooks.of(mine).make_eviction_policy(policy_context("lfu"))
+    mine = plugin(kvp_register_eviction_policies=lambda: {"mru": "most recent"})
+    with pytest.raises(PluginError, match="'mine' offers 'mru'"):
+        Hooks.of(mine).make_eviction_policy(policy_context("mru"))
 
 
 def test_policy_that_two_plugins_offer_is_an_error_that_names_both() -> None:
@@ -222,6 +225,7 @@ def broken_pool(count: Callable[[], Any]) -> BlockPool:
 
 IMPOSSIBLE: dict[str, tuple[str, Any, str]] = {
     "not a policy": ("kvp_make_eviction_policy", object(), "without bind, insert"),
+    "not a filter": ("kvp_make_offload_policy", object(), "object without admit"),
     "not a pool": ("kvp_make_block_pool", 3, "int without get_num_free"),
     "a small pool": ("kvp_make_block_pool", BlockPool(8), "of 8 blocks, not of 9"),
     "a large pool": ("kvp_make_block_pool", BlockPool(10), "of 10 blocks, not of 9"),
@@ -259,6 +263,8 @@ def call(hooks: Hooks, hook: str) -> object:
     match hook:
         case "kvp_make_eviction_policy":
             return hooks.make_eviction_policy(policy_context())
+        case "kvp_make_offload_policy":
+            return hooks.make_offload_policy(OffloadPolicyContext(num_blocks=9))
         case "kvp_make_block_pool":
             return hooks.make_block_pool(pool_context())
         case "kvp_make_manager":

@@ -65,15 +65,21 @@ def test_the_built_in_keeps_the_order_and_is_not_asked_by_the_scheduler() -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_built_in_chooses_the_victim_of_the_queue(policy: str) -> None:
-    ctx = victim_context(policy)
-    requests = list(ctx.candidates)
-    for n in range(1, len(requests) + 1):
-        entries = [Entry(request, 1) for request in requests[:n]]
-        ctx = VictimContext(
-            needy=requests[0], candidates=tuple(requests[:n]), policy=policy
-        )
-        assert Hooks.of().choose_victim(ctx) == make_queue(policy).victim(entries).id
+def test_the_built_in_victim_is_the_last_of_the_configured_order(policy: str) -> None:
+    requests = list(some_requests())
+    queue = make_queue(policy)
+    for request in requests:
+        queue.add(Entry(request, 1))
+    ctx = VictimContext(needy=requests[0], candidates=tuple(requests), policy=policy)
+    *_, last = queue
+    assert Hooks.of().choose_victim(ctx) == last.id
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_equals_the_last_admitted_loses_its_blocks(policy: str) -> None:
+    equals = tuple(Request(f"r{i}", [1]) for i in range(3))
+    ctx = VictimContext(needy=equals[0], candidates=equals, policy=policy)
+    assert Hooks.of().choose_victim(ctx) == "r2"
 
 
 def test_whom_an_order_leaves_out_comes_after_the_others() -> None:
@@ -212,10 +218,12 @@ def test_the_order_is_asked_once_a_step_and_only_if_somebody_may_come() -> None:
 
 def test_the_hooks_are_those_of_the_manager_by_default() -> None:
     manager = TIGHT.manager()
-    assert Scheduler(manager, SchedulerConfig())._planner._hooks is manager.hooks
+    assert (
+        Scheduler(manager, SchedulerConfig())._planner._choices.hooks is manager.hooks
+    )
     mine = Hooks.of()
     scheduler = Scheduler(manager, SchedulerConfig(), hooks=mine)
-    assert scheduler._planner._hooks is mine
+    assert scheduler._planner._choices.hooks is mine
     with pytest.raises(AttributeError):
         manager.hooks = mine
 

@@ -67,7 +67,13 @@ class TestTable:
 
 def troubled_engine() -> Engine:
     """One that has met everything that is counted."""
-    engine = Engine(Setup(token_budget=64), host_blocks=20)
+    engine = Engine(
+        Setup(token_budget=64),
+        host_blocks=20,
+        offload_policy="min_depth",
+        offload_policy_options={"min_tokens": 20},
+    )
+    engine.serve(prompt(8, seed=3))
     engine.serve(prompt(64))
     engine.forget_local()
     engine.serve(prompt(64))

@@ -161,6 +161,7 @@ def adopt_one_group_after_the_other(
     hits: Iterable[Any],
     local: int,
     external: int,
+    *_: Any,
 ) -> None:
     for manager, row in zip(self.single_type_managers, hits, strict=True):
         manager.add_local_computed_blocks(request_id, row, local, external)

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from kvplugin import choices
+from kvplugin.demand import Demand
 from kvplugin.hooks import Hooks
 from kvplugin.manager import KVCacheManager
 from kvplugin.scheduler import Entry, SchedulerConfig, SchedulerOutput, scheduler
 from kvplugin.scheduler.describe import describe
 from kvplugin.scheduler.planner import Planner
-from kvplugin.scheduler.queues import ByPriority, FirstComeFirstServed
 from kvplugin.scheduler.roster import Roster
 from kvplugin.scheduler.step import StepPlan
+from tests.core.manager_setups import full
+from tests.core.test_demand import test_the_policy_hears_at_each_step_who_waits
 from tests.scheduler import test_rules as rules
 from tests.scheduler.harness import Connector
 from tests.scheduler.mutations import Mutation, around, method, seeds, stuck_at
@@ -110,8 +113,23 @@ RULE_MUTATIONS = [
         partial(rules.test_plugins_are_followed, "fcfs"),
     ),
     Mutation(
+        "plugins do not keep anybody out",
+        always(Hooks, "chooses_admission", lambda self: False),
+        rules.test_a_plugin_ends_the_admissions_of_a_step,
+    ),
+    Mutation(
+        "who was admitted is still said to wait",
+        method(Demand, "remove", lambda self, request: None),
+        partial(test_the_policy_hears_at_each_step_who_waits, (full(),), 1),
+    ),
+    Mutation(
+        "hashes of new weights are not said to be wanted",
+        method(Demand, "renew", lambda self, requests: None),
+        partial(test_the_policy_hears_at_each_step_who_waits, (full(),), 1),
+    ),
+    Mutation(
         "by priority the last one loses its blocks",
-        method(ByPriority, "victim", FirstComeFirstServed.victim),
+        method(choices, "last_in_order", lambda running, policy: running[-1]),
         rules.test_the_victim_by_priority_is_not_the_last_one,
     ),
     Mutation(

@@ -63,9 +63,3 @@ def test_leaving_takes_no_search(policy: str) -> None:
         queue.remove(one)
     assert Counted.compared < 4 * len(entries)
     assert not len(queue)
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_among_equals_the_last_admitted_loses_its_blocks(policy: str) -> None:
-    running = [Entry(Request(f"r{i}", [1]), 1) for i in range(3)]
-    assert make_queue(policy).victim(running) is running[-1]

@@ -92,6 +92,21 @@ def test_plugins_are_followed(policy: str) -> None:
     # The oldest of those that run is the one that came first, whoever that is.
 
 
+def test_a_plugin_ends_the_admissions_of_a_step() -> None:
+    class NoMore:
+        """Lets in whom nobody else runs with."""
+
+        @hookimpl
+        def kvp_choose_admission(self) -> bool:
+            return False
+
+    engine = Harness(20, hooks=Hooks.of(NoMore()))
+    for i in range(3):
+        engine.add(f"r{i}", range(10 * i, 10 * i + 3), 2)
+    steps = [[new.req_id for new in engine.step().scheduled_new_reqs] for _ in range(6)]
+    assert steps == [["r0"], [], ["r1"], [], ["r2"], []]
+
+
 def test_the_victim_by_priority_is_not_the_last_one() -> None:
     engine = Harness(9, policy="priority", max_num_batched_tokens=32)
     for name, priority in (("a", 0), ("b", 2), ("c", 1)):

@@ -6,6 +6,7 @@ from kvplugin.policies.eviction.base import (
     BlockInfo,
     EvictionPolicy,
     context_of,
+    needs,
 )
 from kvplugin.policies.eviction.lru import LRU
 
@@ -16,4 +17,5 @@ __all__ = [
     "BlockInfo",
     "EvictionPolicy",
     "context_of",
+    "needs",
 ]

@@ -57,8 +57,8 @@ class EvictionPolicy(Protocol):
     """Ranks evictable blocks. Must leave model outputs unchanged by construction:
     it can only choose among blocks that nobody uses.
 
-    Class attributes that say what a policy does not need, each True if missing; what
-    nobody needs costs nothing:
+    Attributes that say what a policy does not need, each True if missing; what nobody
+    needs costs nothing (`needs` reads them; a class says it anew for itself):
 
     - `needs_info`: it calls `info`. A pool that keeps no lineage is a third faster.
     - `needs_hits`: its `hit` makes a difference.
@@ -110,3 +110,13 @@ class EvictionPolicy(Protocol):
 
     def check(self) -> None:
         """Raise `IntegrityError` if the policy's own state is inconsistent."""
+
+
+def needs(policy: EvictionPolicy, what: str) -> bool:
+    """What a policy says of itself in its attribute `what`, e.g. ``needs_hits``.
+
+    Not what a class inherits: who overrides a method may well need what the base did
+    not.
+    """
+    said = {**vars(type(policy)), **getattr(policy, "__dict__", {})}
+    return bool(said.get(what, True))

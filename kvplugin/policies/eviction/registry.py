@@ -1,19 +1,13 @@
 """The core's eviction policies by name; nothing is imported before it is asked for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
 from typing import Final
-
-import msgspec
 
 from kvplugin.errors import ConfigError
 from kvplugin.policies.eviction.base import EvictionPolicy
 from kvplugin.policies.eviction.lru import LRU
-from kvplugin.settings import read_settings
-
-_SETTING: Final = "eviction_policy_options"
+from kvplugin.policies.listing import make_listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +56,15 @@ def make_policy(
             an inner policy for one that protects nothing.
     """
     listed = POLICIES[name]
-    module_name, _, class_name = listed.place.rpartition(".")
-    module = import_module(f"{__package__}.{module_name}")
-    make: Callable[..., EvictionPolicy] = getattr(module, class_name)
-    if listed.protects:
-        make = partial(make, inner or LRU())
-    elif inner is not None:
+    # An empty policy is false.
+    first = [LRU() if inner is None else inner] if listed.protects else []
+    if inner is not None and not first:
         raise ConfigError(
-            f"eviction policy {name!r} ranks all blocks: in eviction_policy it can only "
-            f"stand last"
+            f"eviction policy {name!r} ranks all blocks: in eviction_policy it can "
+            "only stand last"
         )
-    kind: type[msgspec.Struct] | None = getattr(module, f"{class_name}Options", None)
-    if kind is not None:
-        return make(read_settings(kind, options, _SETTING))
-    if options:
-        raise ConfigError(
-            f"eviction policy {name!r} takes no options, got {', '.join(options)} in "
-            f"{_SETTING}"
-        )
-    return make()
+    place, title = f"{__package__}.{listed.place}", f"eviction policy {name!r}"
+    policy: EvictionPolicy = make_listed(
+        place, options, title, "eviction_policy_options", *first
+    )
+    return policy

@@ -19,6 +19,8 @@ def kvp_make_eviction_policy(ctx: EvictionPolicyContext) -> object | None:
 
     if ctx.name != "clock":
         return None
+    if ctx.inner is not None:
+        raise ConfigError("eviction policy 'clock' ranks all blocks: it stands last")
     if unknown := set(ctx.options) - {"chances"}:
         raise ConfigError(
             f"eviction policy 'clock' takes chances, not {', '.join(sorted(unknown))}, "

@@ -1,0 +1,77 @@
+"""The offload policy as the scheduler half uses it: asked once a store."""
+
+import logging
+from collections.abc import Sequence
+
+from kvplugin.connectors.offload.chunks import Chunk, Chunking
+from kvplugin.contract import RequestView
+from kvplugin.errors import IntegrityError
+from kvplugin.events import MEDIUM_CPU
+from kvplugin.policies.eviction import context_of
+from kvplugin.policies.offload import AdmitAll, OffloadContext, OffloadPolicy
+
+logger = logging.getLogger("vllm.kvplugin.offload")
+
+
+class StoreFilter:
+    """Which chunks are worth a copy. A policy that fails is replaced by one that wants
+    all of them, and the engine lives.
+
+    Args:
+        policy: to be asked.
+        chunking: how requests are cut.
+        prompt_only: chunks of prompts are stored, those of outputs are not.
+    """
+
+    def __init__(
+        self, policy: OffloadPolicy, chunking: Chunking, *, prompt_only: bool
+    ) -> None:
+        self.failures = 0
+        """How often a policy was replaced."""
+        self._policy = policy
+        self._chunking = chunking
+        self._prompt_only = prompt_only
+
+    def num_wanted(self, request: RequestView, chunks: Sequence[Chunk]) -> int:
+        """How many leading chunks to store: what lies behind a refused one could never
+        be hit.
+
+        Args:
+            request: whose chunks they are.
+            chunks: those that host memory does not have, one or more, in order.
+        """
+        keys = [chunk.key for chunk in chunks]
+        mask = self._ask(keys, self._context(request, chunks[0].number))
+        return mask.index(False) if False in mask else len(mask)
+
+    def _context(self, request: RequestView, depth: int) -> OffloadContext:
+        size = self._chunking.tokens
+        most = request.num_prompt_tokens if self._prompt_only else request.num_tokens
+        return OffloadContext(
+            request_id=request.request_id,
+            group=self._chunking.group.index,
+            depth=depth,
+            block_tokens=size,
+            prefix_tokens=most // size * size,
+            context=context_of(request),
+            medium=MEDIUM_CPU,
+        )
+
+    def _ask(self, keys: Sequence[bytes], ctx: OffloadContext) -> list[bool]:
+        try:
+            mask = list(self._policy.admit(list(keys), ctx))
+            _verify(mask, len(keys))
+        except Exception:
+            logger.exception(
+                "offload policy %s failed: everything is stored from now on",
+                type(self._policy).__name__,
+            )
+            self.failures += 1
+            self._policy = AdmitAll()
+            mask = [True] * len(keys)
+        return mask
+
+
+def _verify(mask: Sequence[object], n: int) -> None:
+    if len(mask) != n or not all(isinstance(wanted, bool) for wanted in mask):
+        raise IntegrityError(f"{n} times True or False wanted, got {mask}")

@@ -1,0 +1,104 @@
+"""Demand: the keys that waiting requests will want when their turn comes.
+
+An eviction policy that knows them can spare blocks which are about to be hit
+(`EvictionPolicy.step`). Without such a policy nothing is followed.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
+
+from kvplugin.block_pool import BlockPool
+from kvplugin.hashing import make_key
+from kvplugin.manager import KVCacheManager
+from kvplugin.request import RequestLike
+
+MOST_BLOCKS: Final = 2048
+"""Leading blocks of a request that are followed, in each group."""
+
+KeysOf = Callable[[RequestLike], list[bytes]]
+"""Keys that a request wants, as `BlockInfo.key`."""
+
+
+class Change(NamedTuple):
+    """How what waiting requests want has changed, as `EvictionPolicy.step` has it."""
+
+    soon: list[bytes]
+    """Keys that they began to want, once for each request."""
+    dropped: dict[bytes, int]
+    """Keys that they want no longer, and by how many of them."""
+
+
+class Demand:
+    """The keys of waiting requests, and how they have changed. O(changed).
+
+    Args:
+        keys_of: what a request wants. Asked when it begins to wait; it may have more
+            hashes when it ends to.
+    """
+
+    def __init__(self, keys_of: KeysOf) -> None:
+        self._keys_of = keys_of
+        self._wanted: dict[str, list[bytes]] = {}
+        self._change: Counter[bytes] = Counter()
+
+    def add(self, request: RequestLike) -> None:
+        """A request waits from now on."""
+        if keys := self._keys_of(request):
+            self._wanted[request.request_id] = keys
+            self._change.update(keys)
+
+    def remove(self, request: RequestLike) -> None:
+        """It was admitted, or ended; one that does not wait is fine."""
+        self._change.subtract(self._wanted.pop(request.request_id, ()))
+
+    def renew(self, requests: Iterable[RequestLike]) -> None:
+        """The hashes of these requests have changed, of those that wait."""
+        for request in requests:
+            if request.request_id in self._wanted:
+                self.remove(request)
+                self.add(request)
+
+    def take(self) -> Change:
+        """What has changed since the last call: who came and went counts nothing."""
+        change, self._change = self._change, Counter()
+        dropped = {key: -more for key, more in change.items() if more < 0}
+        return Change([*change.elements()], dropped)
+
+    def tell(self, pool: BlockPool, now: float) -> None:
+        """The engine's step begins: the pool's policy hears it, if it wants to.
+
+        Args:
+            pool: of the keys.
+            now: seconds, of the clock of `BlockContext.expires_at`.
+        """
+        if pool.wants_steps:
+            pool.step(now, *self.take())
+
+
+class HitKeys:
+    """The keys of the blocks that a lookup of a request can hit: all its tokens but the
+    last, in all groups. None while the pool's policy does not want to know.
+
+    Args:
+        kv: the groups and their pool.
+        most_blocks: leading blocks of a request that count, in each group.
+    """
+
+    def __init__(self, kv: KVCacheManager, most_blocks: int = MOST_BLOCKS) -> None:
+        managers = kv.coordinator.single_type_managers
+        self._managers = managers if kv.enable_caching else ()
+        self._pool = kv.block_pool
+        self._most = most_blocks
+
+    def __call__(self, request: RequestLike) -> list[bytes]:
+        """The keys, group by group."""
+        keys: list[bytes] = []
+        if not self._pool.wants_steps or request.skip_reading_prefix_cache:
+            return keys
+        for manager in self._managers:
+            most = min((request.num_tokens - 1) // manager.block_size, self._most)
+            hashes = manager.coarse_hashes(request.block_hashes)[:most]
+            group = manager.kv_cache_group_id
+            keys += [make_key(block_hash, group) for block_hash in hashes]
+        return keys

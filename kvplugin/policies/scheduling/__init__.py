@@ -1,0 +1,10 @@
+"""Scheduling policies by name; each is a plugin that answers one hook."""
+
+from kvplugin.policies.scheduling.configured import last_in_order
+from kvplugin.policies.scheduling.registry import (
+    SCHEDULING,
+    SchedulingKind,
+    make_scheduling,
+)
+
+__all__ = ["SCHEDULING", "SchedulingKind", "last_in_order", "make_scheduling"]
