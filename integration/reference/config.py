@@ -177,6 +177,9 @@ class EngineConfig(
     num_drafts: int = 0
     """Tokens that a drafter proposes after each sample."""
     eviction_policy: str = ""
+    """Ranks cached blocks; see docs/policies.md. LRU if empty."""
+    eviction_policy_options: dict[str, Any] = {}
+    """What the policy is told."""
     seed: int = 0
     """Of requests that bring no seed of their own."""
     engine_id: str = "reference"

@@ -377,6 +377,7 @@ def _make_manager(
         limits=plan.limits,
         hash_format=get_hash_format(DEFAULT_FORMAT) if caching else None,
         eviction_policy=config.eviction_policy,
+        eviction_policy_options=config.eviction_policy_options,
         hooks=plugins,
     )
 

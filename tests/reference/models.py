@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from kvplugin.groups import blocks_per_request, reserved_blocks
 from kvplugin.integration.reference import (
@@ -89,6 +90,12 @@ def settings(**changes: Any) -> EngineConfig:
         **({"max_num_batched_tokens": 64, "max_num_seqs": 8} | of_scheduler)
     )
     return EngineConfig(scheduler=scheduler, **(defaults | changes))
+
+
+def tight(model: Model) -> EngineConfig:
+    """Blocks for one request of full length."""
+    config = settings(scheduler_reserve_full_isl=False)
+    return structs.replace(config, num_blocks=fewest_blocks(model, config))
 
 
 def prompts(

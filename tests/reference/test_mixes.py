@@ -5,9 +5,7 @@ from msgspec import structs
 
 from kvplugin.errors import ConfigError
 from kvplugin.integration.reference import (
-    EngineConfig,
     LayerConfig,
-    Model,
     ReferenceEngine,
     SamplingParams,
     dense_generate,
@@ -26,15 +24,9 @@ from tests.reference.models import (
     prompts,
     serve,
     settings,
+    tight,
     tiny,
 )
-
-
-def tight(model: Model) -> EngineConfig:
-    """Blocks for one request of full length."""
-    config = settings(scheduler_reserve_full_isl=False)
-    return structs.replace(config, num_blocks=fewest_blocks(model, config))
-
 
 WITH_STATES = [name for name, layers in MIXES.items() if RECURRENT in layers]
 
