@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kvp_register_commands() -> "Sequence[click.Command]":
-    """`kvplugin plugins`."""
+    """`kvplugin plugins`, `kvplugin replay` and `kvplugin trace`."""
     from kvplugin.cli.plugins import plugins
+    from kvplugin.cli.replay import replay
+    from kvplugin.cli.trace import trace
 
-    return [plugins]
+    return [plugins, replay, trace]
