@@ -6,6 +6,7 @@ of the pool, and no block is lost: LRU is rebuilt from what the pool knows.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 
 from kvplugin.errors import IntegrityError
 from kvplugin.policies.eviction import (
@@ -77,9 +78,10 @@ class Ranking:
         """Keyed blocks fell out of use; what should go first is listed first."""
         self._count += len(ids)
         if self._released_at:
-            for block in ids:
-                self._releases += 1
-                self._released_at[block] = self._releases
+            released_at = self._released_at
+            for number, block in enumerate(ids, self._releases + 1):
+                released_at[block] = number
+            self._releases += len(ids)
         self._tell(self._policy.release, self._for_policy(ids))
 
     def forget(self, ids: Sequence[int], num_evictable: int) -> None:
@@ -158,11 +160,11 @@ class Ranking:
     def _verify(self, victims: Sequence[int], n: int) -> None:
         if len(victims) != n or len(set(victims)) != n:
             raise IntegrityError(f"{n} distinct victims wanted, got {victims}")
-        for block in victims:
-            if type(block) is not int or not 0 < block < len(self._refs):
-                raise IntegrityError(f"victim {block!r} is not a block of the pool")
-            if self._refs[block] or self._hashes[block] is None:
-                raise IntegrityError(f"victim {block} is not a free keyed block")
+        if set(map(type, victims)) != {int} or min(victims) < 1:
+            raise IntegrityError(f"victims {victims} are not all blocks of the pool")
+        choose = itemgetter(*victims, *victims[:1])  # two at least make a tuple
+        if any(choose(self._refs)) or None in choose(self._hashes):
+            raise IntegrityError(f"victims {victims} are not all free and keyed")
 
     def _evictable(self) -> list[int]:
         pairs = zip(self._refs, self._hashes, strict=True)
