@@ -9,7 +9,6 @@ last block, a prefix that several requests share, and the rest.
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
 from typing import Final
@@ -25,6 +24,7 @@ from kvplugin.policies.eviction.hazard import (
     Learner,
     Rank,
 )
+from kvplugin.policies.eviction.reuse_runs import Cohort, Line, Run, continue_run
 
 _SLACK: Final = 1024
 """Empty runs that are never worth a clean-up."""
@@ -37,54 +37,6 @@ _KEYS_PER_RUN: Final = 3
 
 _DEPTHS: Final = [*range(8), *(s << e for e in range(1, 28) for s in range(4, 8))]
 """Depths of which keys are remembered: four each time the depth doubles."""
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """Blocks of one release with one fate."""
-
-    birth: int
-    """Epoch of the release."""
-    cls: int
-    traits: int | None
-    turn: int
-    """Requests before that its request continues."""
-    end: int
-    """Blocks of the request up to the end of the run."""
-    shared: int
-    """Leading blocks of the request that others begin with too."""
-    blocks: list[int]
-    """The next victim last; some may have left."""
-    size: int
-    live: int
-    """Blocks that are evictable and of this run."""
-    at_risk: float = 1.0
-    """Share that was not hit yet, evicted or not."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """What a request in use continues."""
-
-    turn: int
-    shared: int
-    hit: int
-    """Leading blocks that were known before."""
-    ended: bool = False
-
-
-@dataclass(slots=True)
-class _Cohort:
-    """The runs of a span of time by class, the oldest first."""
-
-    runs: dict[int, deque[_Run]] = field(default_factory=dict)
-    at_risk: dict[int, float] = field(default_factory=dict)
-
-    def absorb(self, later: "_Cohort") -> None:
-        for cls, runs in later.runs.items():
-            self.runs.setdefault(cls, deque()).extend(runs)
-        for cls, runs_at_risk in later.at_risk.items():
-            self.at_risk[cls] = self.at_risk.get(cls, 0.0) + runs_at_risk
 
 
 class Reuse:
@@ -106,16 +58,16 @@ class Reuse:
     def __init__(self) -> None:
         self._info: Callable[[int], BlockInfo]
         # Of each evictable block its run.
-        self._run_of: list[_Run | None] = []
+        self._run_of: list[Run | None] = []
         # By a block in use of the request; the block that was hit last, if any was.
-        self._lines: dict[int, _Line] = {}
-        self._known: OrderedDict[bytes, _Run] = OrderedDict()
+        self._lines: dict[int, Line] = {}
+        self._known: OrderedDict[bytes, Run] = OrderedDict()
         self._max_known = 0
-        self._deepest_pin: tuple[int, _Run] | None = None
+        self._deepest_pin: tuple[int, Run] | None = None
         self._learners: list[Learner] = []
         self._learner_of: dict[int, Learner] = {}
         # Index: slot of age.
-        self._cohorts = [_Cohort() for _ in range(NUM_SLOTS)]
+        self._cohorts = [Cohort() for _ in range(NUM_SLOTS)]
         # Index: class. Slots by worth, the slot of new runs, how many runs have blocks.
         self._ranks: list[list[Rank]] = []
         self._youngest: list[Rank] = []
@@ -147,11 +99,11 @@ class Reuse:
             run = known.get(info(block).key)
             if run is not None:
                 hit = depth + 1
-                self._lines[block] = _continue(run, hit, ctx)
+                self._lines[block] = continue_run(run, hit, ctx)
                 self._count_hit(run, min(run.size - (run.end - hit), hit - first))
                 return
         if ctx.turn or ctx.ends_session:
-            self._lines[ids[0]] = _Line(ctx.turn, 0, 0, ctx.ends_session)
+            self._lines[ids[0]] = Line(ctx.turn, 0, 0, ctx.ends_session)
 
     def hit(self, ids: Sequence[int], ctx: BlockContext) -> None:
         if not ids:
@@ -159,9 +111,9 @@ class Reuse:
         block = ids[-1]
         hit = self._info(block).depth + 1
         if self._deepest_pin is not None and self._deepest_pin[0] == block:
-            line = _continue(self._deepest_pin[1], hit, ctx)
+            line = continue_run(self._deepest_pin[1], hit, ctx)
         else:  # shared with a request that still runs
-            line = _Line(ctx.turn, hit, hit, ctx.ends_session)
+            line = Line(ctx.turn, hit, hit, ctx.ends_session)
         self._lines[block] = line
         self._deepest_pin = None
 
@@ -184,7 +136,7 @@ class Reuse:
         length = info.depth + 1
         # Leading blocks that are not released belong to others, too.
         elsewhere = max(0, length - len(ids))
-        line = self._line(ids) or _Line(0, elsewhere, elsewhere)
+        line = self._line(ids) or Line(0, elsewhere, elsewhere)
         cut = len(ids) - min(max(0, line.shared - elsewhere), len(ids))
         if cut < len(ids):
             prefix = ids[cut:]
@@ -256,7 +208,7 @@ class Reuse:
                     return rank
         return _NOWHERE
 
-    def _take(self, runs: deque[_Run], n: int, victims: list[int]) -> None:
+    def _take(self, runs: deque[Run], n: int, victims: list[int]) -> None:
         """Add victims up to `n`, as long as there are some among these runs."""
         run_of = self._run_of
         while runs and len(victims) < n:
@@ -292,7 +244,7 @@ class Reuse:
     def _age(self) -> None:
         """Each cohort moves on to the slot of its age; the old ones merge in pairs."""
         cohorts = self._cohorts
-        arriving = _Cohort()
+        arriving = Cohort()
         for level in range(hazard.LEVELS):
             first, last = hazard.first_slot(level), 3 * level + 5
             for slot in range(first, last + 1):
@@ -306,16 +258,16 @@ class Reuse:
             cohorts[first : last + 1] = [
                 arriving,
                 *cohorts[first : last - 1],
-                _Cohort(),
+                Cohort(),
             ]
             arriving = older
         cohorts[-1].absorb(arriving)
 
-    def _count_survivals(self, slot: int, cohort: _Cohort) -> None:
+    def _count_survivals(self, slot: int, cohort: Cohort) -> None:
         for cls, runs in cohort.at_risk.items():
             self._learners[cls // NUM_CLASSES].survived(cls, slot, runs)
 
-    def _count_hit(self, run: _Run, blocks: int) -> None:
+    def _count_hit(self, run: Run, blocks: int) -> None:
         share = min(max(0, blocks) / run.size, run.at_risk)
         run.at_risk -= share
         slot = hazard.slot_of(run.birth, self._epoch)
@@ -349,18 +301,18 @@ class Reuse:
 
     # -- runs ----------------------------------------------------------------------
 
-    def _line(self, ids: Sequence[int]) -> _Line | None:
+    def _line(self, ids: Sequence[int]) -> Line | None:
         """What is known of the request that releases these blocks."""
         lines = self._lines
         found = [lines.pop(block) for block in ids if block in lines]
         return max(found, key=lambda line: line.hit, default=None)
 
     def _enter(
-        self, ids: Sequence[int], cls: int, traits: int | None, line: _Line, end: int
-    ) -> _Run:
+        self, ids: Sequence[int], cls: int, traits: int | None, line: Line, end: int
+    ) -> Run:
         """A new run of evictable blocks."""
         n = len(ids)
-        run = _Run(
+        run = Run(
             self._epoch, cls, traits, line.turn, end, line.shared, [*ids[::-1]], n, n
         )
         run_of = self._run_of
@@ -379,7 +331,7 @@ class Reuse:
         self._num_queued += 1
         return run
 
-    def _remember(self, run: _Run, ids: Sequence[int]) -> None:
+    def _remember(self, run: Run, ids: Sequence[int]) -> None:
         """Keys by which the run is known when its blocks are computed again."""
         start = bisect_left(_DEPTHS, run.end - len(ids))
         depths = _DEPTHS[start : bisect_left(_DEPTHS, run.end)]
@@ -394,7 +346,7 @@ class Reuse:
         while len(known) > self._max_known:
             known.popitem(last=False)
 
-    def _leave(self, ids: Sequence[int], runs: Sequence[_Run]) -> None:
+    def _leave(self, ids: Sequence[int], runs: Sequence[Run]) -> None:
         """Blocks leave the evictable set other than as victims.
 
         Args:
@@ -440,11 +392,3 @@ class Reuse:
             raise IntegrityError("reuse: blocks of runs are miscounted")
         if len(self._known) > self._max_known:
             raise IntegrityError("reuse: more keys are remembered than allowed")
-
-
-def _continue(run: _Run, hit: int, ctx: BlockContext) -> _Line:
-    """What a request is that hits `hit` blocks, the last of them of this run."""
-    if run.cls % NUM_CLASSES == SHARED or 2 * hit <= run.end:
-        return _Line(ctx.turn, hit, hit, ctx.ends_session)
-    turn = ctx.turn or run.turn + 1
-    return _Line(turn, run.shared, hit, ctx.ends_session)
