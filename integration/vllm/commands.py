@@ -8,7 +8,12 @@ from typing import Any, Literal
 import click
 
 from kvplugin.integration.vllm.doctor import Verdict, examine
-from kvplugin.integration.vllm.render import offload_transfer_config, parse_settings
+from kvplugin.integration.vllm.render import (
+    command_line,
+    offload_transfer_config,
+    parse_settings,
+    policy_arguments,
+)
 
 
 @click.group()
@@ -35,6 +40,19 @@ def offload(
     """
     config = offload_transfer_config(parse_settings(settings), failure_policy)
     click.echo(json.dumps(config))
+
+
+@config.command()
+@click.argument("settings", nargs=-1, metavar="KEY=VALUE...")
+@click.option("--json", "as_json", is_flag=True, help="As arguments of vllm.LLM.")
+def policies(settings: tuple[str, ...], as_json: bool) -> None:
+    """Eviction and scheduling policies, as options of vLLM.
+
+    Example: eval vllm serve MODEL "$(kvplugin config policies
+    eviction_policy=reuse)"
+    """
+    arguments = policy_arguments(parse_settings(settings))
+    click.echo(json.dumps(arguments) if as_json else command_line(arguments))
 
 
 @click.command()

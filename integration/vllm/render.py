@@ -1,6 +1,8 @@
 """Settings for vLLM, validated before any engine starts."""
 
+import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
@@ -8,6 +10,11 @@ import msgspec
 
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.errors import ConfigError
+from kvplugin.integration.vllm.policy_config import (
+    KEY,
+    SCHEDULER_CLASS,
+    read_policy_config,
+)
 from kvplugin.settings import read_settings
 
 _UNITS: Final = {
@@ -37,6 +44,29 @@ def offload_transfer_config(
         "kv_load_failure_policy": failure_policy,
         "kv_connector_extra_config": dict(settings),
     }
+
+
+def policy_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of vLLM's engine that make `KVPluginScheduler` decide.
+
+    Args:
+        settings: keys of `PolicyConfig`.
+
+    Raises:
+        ConfigError: an unknown key or a wrong value.
+    """
+    additional = {KEY: dict(settings)}
+    read_policy_config(additional)
+    return {"scheduler_cls": SCHEDULER_CLASS, "additional_config": additional}
+
+
+def command_line(arguments: Mapping[str, Any]) -> str:
+    """Arguments of vLLM's engine as options for a shell."""
+    words = []
+    for name, value in arguments.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        words += [f"--{name.replace('_', '-')}", shlex.quote(text)]
+    return " ".join(words)
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Any]:

@@ -4,7 +4,10 @@
 """
 
 import importlib
-from dataclasses import dataclass
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -12,7 +15,16 @@ from typing import Final
 TESTED_VERSIONS: Final = ("0.32.0",)
 """Versions of vLLM that the tests run on."""
 
+logger = logging.getLogger("vllm.kvplugin.versions")
+
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+_CORE = "vllm.v1.core"
+
+SCHEDULER_CLASS: Final = "policies"
+EVICTION: Final = "eviction policies"
+WAITING: Final = "waiting order, admission, demand"
+VICTIM: Final = "preemption victims"
+"""Features of `KVPluginScheduler`, each off where something that it needs is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +35,37 @@ class Probe:
     name: str
     attributes: tuple[str, ...]
     feature: str
+    parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of arguments that are passed or read, by method."""
+    any_of: tuple[str, ...] = ()
+    """Attributes of which one must be there: versions differ."""
+    served: tuple[str, ...] = ()
+    """Public methods that a class of ours in its place has; more would be called in
+    vain. Empty: nothing takes its place."""
 
     def missing(self) -> str:
-        """What does not exist of it; empty if all is there."""
+        """What does not exist of it, or of ours; empty if all is there."""
         try:
             target = getattr(importlib.import_module(self.module), self.name)
         except (ImportError, AttributeError) as error:
             return str(error)
-        gone = [a for a in self.attributes if not hasattr(target, a)]
-        return f"no attribute {', '.join(gone)}" if gone else ""
+        used = dict.fromkeys([*self.attributes, *self.parameters])
+        gone = [a for a in used if not hasattr(target, a)]
+        if gone:
+            return f"no attribute {', '.join(gone)}"
+        if self.any_of and not any(hasattr(target, a) for a in self.any_of):
+            return f"no attribute {' or '.join(self.any_of)}"
+        for method, names in self.parameters.items():
+            known = inspect.signature(getattr(target, method)).parameters
+            gone = [name for name in names if name not in known]
+            if gone:
+                return f"{method} has no argument {', '.join(gone)}"
+        return self._unserved(target)
+
+    def _unserved(self, target: type) -> str:
+        methods = [n for n, v in vars(target).items() if callable(v) and n[0] != "_"]
+        new = [name for name in methods if name not in self.served]
+        return f"new methods {', '.join(new)}" if self.served and new else ""
 
 
 PROBES: Final = (
@@ -83,7 +117,114 @@ PROBES: Final = (
         (),
         "hash block size (0.32)",
     ),
+    Probe(
+        f"{_CORE}.kv_cache_coordinator",
+        "get_kv_cache_coordinator",
+        (),
+        SCHEDULER_CLASS,
+    ),
+    *(
+        Probe(
+            f"{_CORE}.sched.{module}",
+            name,
+            ("shutdown", "schedule"),
+            SCHEDULER_CLASS,
+            {"add_request": ("request",), "_free_request": ("request",)},
+        )
+        for module, name in (
+            ("scheduler", "Scheduler"),
+            ("async_scheduler", "AsyncScheduler"),
+        )
+    ),
+    Probe(
+        f"{_CORE}.sched.scheduler",
+        "KVCacheManager",
+        (),
+        EVICTION,
+        {
+            "allocate_slots": ("request",),
+        },
+    ),
+    Probe(
+        f"{_CORE}.kv_cache_coordinator",
+        "BlockPool",
+        ("reset_prefix_cache",),
+        EVICTION,
+        {
+            "get_new_blocks": ("num_blocks",),
+            "cache_full_blocks": (
+                "request",
+                "blocks",
+                "num_cached_blocks",
+                "num_full_blocks",
+                "block_size",
+                "kv_cache_group_id",
+            ),
+            "touch": ("blocks",),
+            "evict_blocks": ("block_ids",),
+        },
+        any_of=("_remove_cached_block_hashes", "_maybe_evict_cached_block"),
+    ),
+    Probe(
+        f"{_CORE}.kv_cache_utils",
+        "FreeKVCacheBlockQueue",
+        (),
+        EVICTION,
+        served=(
+            "popleft",
+            "popleft_n",
+            "remove",
+            "append",
+            "append_n",
+            "prepend_n",
+            "get_all_free_blocks",
+            "iter_blocks_after",
+        ),
+    ),
+    Probe(
+        f"{_CORE}.sched.request_queue",
+        "RequestQueue",
+        (),
+        WAITING,
+        served=(
+            "add_request",
+            "pop_request",
+            "peek_request",
+            "prepend_request",
+            "prepend_requests",
+            "remove_request",
+            "remove_requests",
+        ),
+    ),
+    Probe(
+        f"{_CORE}.kv_cache_coordinator",
+        "KVCacheCoordinator",
+        (),
+        WAITING,
+        {"find_longest_cache_hit": ("block_hashes", "max_cache_hit_length")},
+    ),
+    Probe(f"{_CORE}.kv_cache_utils", "BlockHashListWithBlockSize", (), WAITING),
+    Probe(f"{_CORE}.kv_cache_manager", "KVCacheManager", ("get_blocks",), VICTIM),
 )
+
+
+def missing_for(feature: str) -> str:
+    """Everything that a feature needs and this vLLM has not; empty if all is there."""
+    found = ((probe, probe.missing()) for probe in PROBES if probe.feature == feature)
+    return "; ".join(
+        f"{probe.module}.{probe.name}: {missing}" for probe, missing in found if missing
+    )
+
+
+def log_missing(feature: str, missing: str) -> None:
+    """Say that a feature is off because this vLLM is not as expected."""
+    logger.error(
+        "kvplugin: %s are off, vLLM %s is not as expected (tested: %s): %s",
+        feature,
+        vllm_version(),
+        ", ".join(TESTED_VERSIONS),
+        missing,
+    )
 
 
 def vllm_version() -> str | None:

@@ -17,6 +17,7 @@ from kvplugin.hooks import (
     HookSpecs,
     registered_commands,
 )
+from kvplugin.integration.vllm.policy_config import PolicyConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -44,7 +45,11 @@ def environment_variables() -> set[str]:
 
 
 def test_every_key_and_variable_is_documented():
-    keys = {field.name for field in msgspec.structs.fields(OffloadConfig)}
+    keys = {
+        field.name
+        for kind in (OffloadConfig, PolicyConfig)
+        for field in msgspec.structs.fields(kind)
+    }
     assert headings("configuration.md") == keys | environment_variables()
 
 
