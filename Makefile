@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ORACLE := .cache/vllm-0.19.1
+# Tests of one file stay in one process: they share engines.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: help setup demo serve test test-full check bench clean
 help:
@@ -40,10 +43,10 @@ serve: $(READY)
 	$(BIN)/python -m kvplugin.integration.demo serve
 
 test: check $(ORACLE)/.ready
-	$(BIN)/python -m pytest -m "not full"
+	$(PYTEST) -m "not full"
 
 test-full: check $(ORACLE)/.ready
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # The installed shape of the package (connectors/ and friends are subpackages):
 # mypy and import-linter look at that, not at the folders of the repository.
