@@ -47,7 +47,9 @@ def kvp_make_eviction_policy(ctx: EvictionPolicyContext) -> EvictionPolicy | Non
     from kvplugin.policies.eviction.registry import POLICIES, make_policy
 
     name = ctx.name or "lru"
-    return make_policy(name, ctx.options, ctx.inner) if name in POLICIES else None
+    if name not in POLICIES:
+        return None
+    return make_policy(name, ctx.options, ctx.inner, ctx.medium)
 
 
 @hookimpl

@@ -16,6 +16,9 @@ from kvplugin.request import RequestLike
 MOST_BLOCKS: Final = 2048
 """Leading blocks of a request that are followed, in each group."""
 
+MOST_REQUESTS: Final = 256
+"""Requests that are followed: with `MOST_BLOCKS` half a million keys a group."""
+
 KeysOf = Callable[[RequestLike], list[bytes]]
 """Keys that a request wants, as `BlockInfo.key`."""
 
@@ -33,31 +36,45 @@ class Demand:
     """The keys of waiting requests, and how they have changed. O(changed).
 
     Args:
-        keys_of: what a request wants. Asked when it begins to wait; it may have more
-            hashes when it ends to.
+        keys_of: what a request wants. Asked when it begins to be followed; it may have
+            more hashes when it ends to.
+        most_requests: that are followed, those that began to wait first; the next one
+            when one of them waits no longer.
     """
 
-    def __init__(self, keys_of: KeysOf) -> None:
+    def __init__(self, keys_of: KeysOf, most_requests: int = MOST_REQUESTS) -> None:
         self._keys_of = keys_of
+        self._most = most_requests
         self._wanted: dict[str, list[bytes]] = {}
+        self._beyond: dict[str, RequestLike] = {}
+        """Wait and are not followed yet."""
         self._change: Counter[bytes] = Counter()
 
     def add(self, request: RequestLike) -> None:
         """A request waits from now on."""
+        if len(self._wanted) < self._most:
+            self._follow(request)
+        else:
+            self._beyond[request.request_id] = request
+
+    def _follow(self, request: RequestLike) -> None:
         if keys := self._keys_of(request):
             self._wanted[request.request_id] = keys
             self._change.update(keys)
 
     def remove(self, request: RequestLike) -> None:
         """It was admitted, or ended; one that does not wait is fine."""
+        self._beyond.pop(request.request_id, None)
         self._change.subtract(self._wanted.pop(request.request_id, ()))
+        while self._beyond and len(self._wanted) < self._most:
+            self._follow(self._beyond.pop(next(iter(self._beyond))))
 
     def renew(self, requests: Iterable[RequestLike]) -> None:
         """The hashes of these requests have changed, of those that wait."""
         for request in requests:
             if request.request_id in self._wanted:
-                self.remove(request)
-                self.add(request)
+                self._change.subtract(self._wanted.pop(request.request_id))
+                self._follow(request)
 
     def take(self) -> Change:
         """What has changed since the last call: who came and went counts nothing."""

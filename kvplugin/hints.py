@@ -37,7 +37,7 @@ class RequestHints(
     """Hints of one request. What is left out says nothing."""
 
     priority: int = 0
-    """Blocks of a higher one are kept longer; -100 to 100."""
+    """Blocks of a higher one are kept longer; 0, no priority, to 100."""
     ttl_s: float | None = None
     """Seconds from arrival for which its blocks are worth keeping; above 0."""
     session: str | None = None
@@ -85,7 +85,7 @@ class RequestHints(
 
 _MOST_CHARACTERS: Final = 256
 _RANGES: Final[Mapping[str, tuple[float, float]]] = {
-    "priority": (-100, 100),
+    "priority": (0, 100),
     "ttl_s": (1e-6, 1e9),
     "turn": (0, 2**31),
 }
@@ -112,11 +112,18 @@ def hints_of(
         None: there are no hints.
 
     Raises:
-        RequestError: an unknown hint or a wrong value; it names where it stands.
+        RequestError: an unknown hint or a wrong value, or a place that is no mapping;
+            it names where it stands.
     """
     places = {"extra_args": extra_args, "kv_transfer_params": kv_transfer_params}
     for place, given in places.items():
-        hints = None if given is None else given.get(HINTS_KEY)
+        if given is None:
+            continue
+        if not isinstance(given, Mapping):
+            raise RequestError(
+                f"{place} is of type {type(given).__name__}: it must be an object"
+            )
+        hints = given.get(HINTS_KEY)
         if hints is not None:
             return _read(hints, f"{place}[{HINTS_KEY!r}]")
     return None
@@ -126,7 +133,7 @@ def _read(hints: object, where: str) -> RequestHints:
     if isinstance(hints, str):
         try:
             hints = msgspec.json.decode(hints)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise RequestError(f"{where} is no JSON: {error}") from None
     if isinstance(hints, RequestHints):
         return hints

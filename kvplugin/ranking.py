@@ -121,11 +121,16 @@ class Ranking:
             IntegrityError: it does not.
         """
         evictable = self._evictable()
-        if sorted(self._policy.order()) != evictable:
+        try:
+            ranked, count = sorted(self._policy.order()), len(self._policy)
+        except Exception as error:
+            name = type(self._policy).__name__
+            raise IntegrityError(f"eviction policy {name}: {error!r}") from error
+        if ranked != evictable:
             raise IntegrityError(
                 "the policy's evictable set differs from the free keyed blocks"
             )
-        if not len(evictable) == len(self._policy) == self._count:
+        if not len(evictable) == count == self._count:
             raise IntegrityError("policy and pool count evictable blocks differently")
         self._policy.check()
 
@@ -164,7 +169,7 @@ class Ranking:
             raise IntegrityError(f"victims {victims} are not all blocks of the pool")
         choose = itemgetter(*victims, *victims[:1])  # two at least make a tuple
         if any(choose(self._refs)) or None in choose(self._hashes):
-            raise IntegrityError(f"victims {victims} are not all free and keyed")
+            raise IntegrityError(f"victims {victims} are not all free keyed blocks")
 
     def _evictable(self) -> list[int]:
         pairs = zip(self._refs, self._hashes, strict=True)

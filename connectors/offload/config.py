@@ -17,7 +17,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_bytes_to_use: int | float
     """Host memory for KV in bytes, per engine: all its ranks together. Required."""
     eviction_policy: str = "lru"
-    """Which blocks leave host memory first."""
+    """Which blocks leave host memory first. Not one that needs the keys that waiting
+    requests want (`queue`): those are followed for the engine's own blocks only."""
     eviction_policy_options: dict[str, Any] = {}
     """What the eviction policy may be told; the default one takes nothing."""
     offload_policy: str = "all"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvplugin.block_pool import BlockPool
 from kvplugin.connectors.offload.chunks import Chunk
 from kvplugin.events import MEDIUM_CPU, KVCacheEvent
-from kvplugin.policies.eviction import EvictionPolicy
+from kvplugin.policies.eviction import NO_CONTEXT, BlockContext, EvictionPolicy
 
 
 class Reservation(NamedTuple):
@@ -85,6 +85,15 @@ class HostTier:
         """Whether storing the chunk again would be in vain."""
         return key in self._writing or self._pool.get(key) is not None
 
+    def step(self, now: float) -> None:
+        """An engine's step begins: the policy hears the time.
+
+        Args:
+            now: seconds, of the clock of `BlockContext.expires_at`.
+        """
+        if self._pool.wants_steps:
+            self._pool.step(now, (), {})
+
     # -- writing -------------------------------------------------------------------
 
     def reserve(self, chunks: Sequence[Chunk]) -> Reservation:
@@ -96,8 +105,12 @@ class HostTier:
         self._writing.update(chunk.key for chunk in fitting)
         return Reservation(fitting, slots, self._epoch)
 
-    def commit(self, reservation: Reservation) -> bool:
+    def commit(self, reservation: Reservation, ctx: BlockContext = NO_CONTEXT) -> bool:
         """The bytes are in: the chunks can be hit.
+
+        Args:
+            reservation: where they are.
+            ctx: whose they are, for the policy.
 
         Returns:
             False if the tier was cleared meanwhile and the bytes are dropped.
@@ -108,7 +121,7 @@ class HostTier:
         self._writing.difference_update(chunk.key for chunk in reservation.chunks)
         for chunk, slot in zip(reservation.chunks, reservation.slots, strict=True):
             self._pool.insert(
-                [slot], [chunk.key], parent=chunk.parent, depth=chunk.number
+                [slot], [chunk.key], parent=chunk.parent, depth=chunk.number, ctx=ctx
             )
         # The tail of a prefix may leave before its head, also if it came later.
         path = list(self._path_from(reservation.chunks[-1].key))
@@ -132,9 +145,9 @@ class HostTier:
 
     # -- reading -------------------------------------------------------------------
 
-    def pin(self, slots: Sequence[int]) -> None:
-        """Keep slots readable and unchanged until `unpin`; counts as a hit."""
-        self._pool.adopt(slots)
+    def pin(self, slots: Sequence[int], ctx: BlockContext = NO_CONTEXT) -> None:
+        """Keep slots readable and unchanged until `unpin`; counts as a hit by `ctx`."""
+        self._pool.adopt(slots, ctx)
 
     def unpin(self, slots: Sequence[int]) -> None:
         """Undo `pin`; slots in request order."""

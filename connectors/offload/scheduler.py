@@ -35,6 +35,7 @@ from kvplugin.contract import (
 )
 from kvplugin.errors import IntegrityError
 from kvplugin.events import KVCacheEvent
+from kvplugin.policies.eviction import context_of
 from kvplugin.wire import decode, encode
 
 logger = logging.getLogger("vllm.kvplugin.offload")
@@ -51,7 +52,7 @@ class OffloadScheduler:
     Args:
         engine: the engine; its only group is the one that is served.
         config: the connector's configuration.
-        clock: monotonic seconds.
+        clock: monotonic seconds, as the engine's scheduler counts them.
         enable_events: collect KV events of the host tier.
 
     Raises:
@@ -202,7 +203,7 @@ class OffloadScheduler:
             keys=[chunk.key for chunk in chunks],
             num_tokens=num_tokens,
         )
-        self._tier.pin(job.slots)
+        self._tier.pin(job.slots, context_of(state.request))
         for key in job.keys:
             self._loading[key] = self._loading.get(key, 0) + 1
         self._jobs[job.order.id] = job
@@ -212,6 +213,7 @@ class OffloadScheduler:
 
     def plan_step(self, step: Step) -> bytes:
         """Loads of requests admitted since the last plan, stores of this step."""
+        self._tier.step(self._clock())
         for request_id in step.preempted:
             self._preempted(request_id)
         stores = [
@@ -356,7 +358,7 @@ class OffloadScheduler:
                 logger.warning(
                     "a store failed and is not kept (said once): %s", job.error
                 )
-        elif self._tier.commit(job.reservation):
+        elif self._tier.commit(job.reservation, context_of(job.state.request)):
             self._counters.add("stored_blocks", len(job.engine_ids))
             self._counters.add("stored_bytes", job.nbytes)
             self._counters.observe("store_seconds", job.seconds)

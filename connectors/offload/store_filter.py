@@ -73,5 +73,12 @@ class StoreFilter:
 
 
 def _verify(mask: Sequence[object], n: int) -> None:
-    if len(mask) != n or not all(isinstance(wanted, bool) for wanted in mask):
-        raise IntegrityError(f"{n} times True or False wanted, got {mask}")
+    if len(mask) != n:
+        raise IntegrityError(f"a mask of {n} keys wanted, got one of {len(mask)}")
+    for wanted in mask:
+        if not isinstance(wanted, bool):
+            kind = type(wanted)
+            raise IntegrityError(
+                f"True or False wanted, got {wanted!r}, a "
+                f"{kind.__module__}.{kind.__qualname__}: convert it with bool()"
+            )

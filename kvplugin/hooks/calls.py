@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from kvplugin.errors import PluginError
 from kvplugin.hooks import checks
 from kvplugin.hooks.contributions import refuse
-from kvplugin.hooks.guard import last_answer, logger
+from kvplugin.hooks.guard import blaming, last_answer, logger
 from kvplugin.hooks.plugins import guards, is_built_in, tracing_is_on
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ ONE_ANSWER: Final = (
 )
 """Hooks of one answer, the built-in's if there is no other."""
 
+MOST_REPORTS: Final = 3
+"""Failures of a hook that chooses which are logged in full."""
+
+REPORT_EVERY: Final = 1000
+"""Of later ones, each so many-th is logged, in one line."""
+
 
 class Calls:
     """The hooks of one plugin manager, whose plugins are all registered by now."""
@@ -37,6 +44,8 @@ class Calls:
         self._guards = {guard.name: guard for guard in guards(manager)}
         self._built_in: dict[str, Callable[..., Any]] = {}
         """The built-in's implementation of hooks of one answer."""
+        self._failed: Counter[str] = Counter()
+        """How often plugins failed in hooks that choose."""
         self._call: dict[str, Callable[..., Any]] = {}
         self._is_replaced: set[str] = set()
         """Hooks of one answer that others than the built-in implement."""
@@ -79,17 +88,43 @@ class Calls:
             raise PluginError(f"no plugin answers {hook} for {told}")
         return answer
 
-    def _choose(self, hook: str, check: Callable[[Any, Any], str], ctx: object) -> Any:
-        """A plugin's answer, or the built-in's where none has a possible one."""
+    def _choose(
+        self,
+        hook: str,
+        take: Callable[[Any], Any],
+        check: Callable[[Any, Any], str],
+        ctx: object,
+    ) -> Any:
+        """A plugin's answer as `take` has it, or the built-in's where none has a
+        possible one."""
         if hook in self._is_replaced:
             try:
                 answer = self._answer(hook, ctx=ctx)
-                self._verify(hook, check, answer, ctx)
+                guard = last_answer.guard  # its methods may call hooks
+                with blaming(guard or hook, hook):
+                    answer = take(answer)
+                refuse(guard, hook, checks.verdict(check, answer, ctx))
             except Exception as error:
-                logger.exception("the built-in answers %s instead: %s", hook, error)
+                self._report(hook, error)
             else:
                 return answer
         return self._built_in[hook](ctx=ctx)
+
+    def _report(self, hook: str, error: Exception) -> None:
+        """Log that a choice has failed; not at each step, where it always does."""
+        self._failed[hook] += 1
+        times = self._failed[hook]
+        if times <= MOST_REPORTS:
+            logger.exception("the built-in answers %s instead: %s", hook, error)
+        if times == MOST_REPORTS or not times % REPORT_EVERY:
+            logger.error(
+                "plugins failed in %s %d times; from now on only every %dth time is "
+                "reported, last was: %s",
+                hook,
+                times,
+                REPORT_EVERY,
+                error,
+            )
 
     def _verify(
         self, hook: str, check: Callable[..., str], answer: object, *rest: object

@@ -70,8 +70,12 @@ def policy_names(answer: Any) -> str:
     """Whether these are names with their descriptions."""
     if not isinstance(answer, Mapping):
         return f"a {type(answer).__name__} in place of names and descriptions"
-    wrong = [pair for pair in answer.items() if not all(map(_is_named, pair))]
-    return f"{wrong[0]!r} in place of a name and its description" if wrong else ""
+    for pair in answer.items():
+        if not all(map(_is_named, pair)):
+            return f"{pair!r} in place of a name and its description"
+        if "+" in pair[0]:
+            return f"the name {pair[0]!r}: a + stands between names of policies"
+    return ""
 
 
 def _is_named(value: object) -> bool:
@@ -126,23 +130,39 @@ def waiting_order(answer: Any, ctx: WaitingContext) -> str:
     """Whether these are ids of waiting requests, none of them twice."""
     if not isinstance(answer, Sequence) or isinstance(answer, str):
         return f"a {type(answer).__name__} in place of a list of request ids"
-    known = [request.request_id for request in ctx.waiting]
-    unseen = set(known)
+    unseen = {request.request_id for request in ctx.waiting}
     for request_id in answer:
-        if not isinstance(request_id, str) or request_id not in unseen:
-            how = "named twice" if request_id in known else "which does not wait"
-            return f"{request_id!r}, {how}"
+        if not isinstance(request_id, str):
+            return _no_id(request_id, "which does not wait")
+        if request_id not in unseen:
+            twice = answer.count(request_id) > 1
+            return (
+                f"{request_id!r}, {'named twice' if twice else 'which does not wait'}"
+            )
         unseen.remove(request_id)
     return ""
+
+
+def _no_id(answer: object, why: str) -> str:
+    if isinstance(getattr(answer, "request_id", None), str):
+        return f"{_a(answer)} in place of its id"
+    return f"{answer!r}, {why}"
 
 
 def admission(answer: Any, ctx: AdmissionContext) -> str:
     """Whether this is a yes or a no."""
     del ctx
-    return "" if isinstance(answer, bool) else f"{_a(answer)} in place of a bool"
+    if isinstance(answer, bool):
+        return ""
+    # With its module: numpy's is called bool as well.
+    module, name = type(answer).__module__, type(answer).__name__
+    kind = name if module == "builtins" else f"{module}.{name}"
+    return f"a {kind} in place of a bool"
 
 
 def victim(answer: Any, ctx: VictimContext) -> str:
     """Whether this is the id of a candidate."""
     known = [request.request_id for request in ctx.candidates]
-    return "" if answer in known else f"{answer!r}, which is no candidate"
+    if isinstance(answer, str) and answer in known:
+        return ""
+    return _no_id(answer, "which is no candidate")

@@ -1,15 +1,41 @@
-"""Names such as ``retention+arc``: policies that protect before one that ranks."""
+"""What users ask for: a policy, or several such as ``retention+arc``, with options."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvplugin.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
-    from kvplugin.hooks.contexts import EvictionPolicyContext
+    from kvplugin.hooks.contexts import EvictionPolicyContext, OffloadPolicyContext
+
+
+def own_options(
+    ctx: EvictionPolicyContext | OffloadPolicyContext, setting: str
+) -> dict[str, object]:
+    """A copy of the options, tables in them too: a plugin may take out what it has
+    read, and the user's stay as they are.
+
+    Args:
+        ctx: of a policy.
+        setting: where the user names one; the options stand in ``<setting>_options``.
+
+    Raises:
+        ConfigError: the name is no text, or the options are no table.
+    """
+    if not isinstance(ctx.name, str):
+        raise ConfigError(f"{setting}={ctx.name!r} must be the name of a policy")
+    if not isinstance(ctx.options, Mapping):
+        raise ConfigError(f"{setting}_options={ctx.options!r} must be a table")
+    return {key: _copy(value) for key, value in ctx.options.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value
 
 
 def parts(ctx: EvictionPolicyContext) -> list[EvictionPolicyContext]:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvplugin.errors import PluginError
-from kvplugin.hooks import checks, needs
+from kvplugin.hooks import checks, needs, taking
 from kvplugin.hooks.calls import Calls
-from kvplugin.hooks.composition import parts
+from kvplugin.hooks.composition import own_options, parts
 from kvplugin.hooks.contexts import (
     AdmissionContext,
     BlockPoolContext,
@@ -144,7 +144,8 @@ class Hooks(Calls):
             PluginError: a plugin fails or answers something else, or two plugins have
                 a policy of one name.
         """
-        first, *others = parts(ctx)
+        options = own_options(ctx, "eviction_policy")
+        first, *others = parts(replace(ctx, options=options))
         policy = self._make_one(first)
         for outer in others:
             policy = self._make_one(replace(outer, inner=policy))
@@ -170,6 +171,7 @@ class Hooks(Calls):
                 a policy of one name.
         """
         hook = "kvp_make_offload_policy"
+        ctx = replace(ctx, options=own_options(ctx, "offload_policy"))
         policy: OffloadPolicy | None = self._ask(hook, ctx=ctx)
         maker = last_answer.maker
         if policy is None:
@@ -242,7 +244,7 @@ class Hooks(Calls):
         """Boundaries at which a request keeps checkpoints; the built-in's answer if
         a plugin fails."""
         chosen: Collection[int] = self._choose(
-            "kvp_choose_checkpoints", checks.checkpoints, ctx
+            "kvp_choose_checkpoints", taking.boundaries, checks.checkpoints, ctx
         )
         return chosen
 
@@ -250,20 +252,22 @@ class Hooks(Calls):
         """All ids of waiting requests in the order in which they are considered; the
         built-in's answer if a plugin fails."""
         hook = "kvp_choose_waiting_order"
-        first = dict.fromkeys(self._choose(hook, checks.waiting_order, ctx))
+        order = self._choose(hook, taking.ids, checks.waiting_order, ctx)
+        first = dict.fromkeys(order)
         ids = (request.request_id for request in ctx.waiting)
         return [*first, *(id_ for id_ in ids if id_ not in first)]
 
     def choose_admission(self, ctx: AdmissionContext) -> bool:
         """Whether a waiting request may be admitted now; the built-in's answer, yes,
         if a plugin fails."""
-        admitted: bool = self._choose("kvp_choose_admission", checks.admission, ctx)
+        hook = "kvp_choose_admission"
+        admitted: bool = self._choose(hook, taking.as_it_is, checks.admission, ctx)
         return admitted
 
     def choose_victim(self, ctx: VictimContext) -> str:
         """Id of the candidate that loses its blocks; the built-in's answer if a plugin
         fails."""
-        chosen: str = self._choose("kvp_choose_victim", checks.victim, ctx)
+        chosen: str = self._choose("kvp_choose_victim", taking.id_, checks.victim, ctx)
         return chosen
 
     # -- told ----------------------------------------------------------------------

@@ -10,7 +10,7 @@ Four families, told apart by their names:
   as it is.
 - ``kvp_choose_*``: asked at most once a request, step or preemption. None means "no
   opinion". If a plugin fails, this one call gets the built-in's answer and an ERROR
-  that names the plugin is logged.
+  that names the plugin is logged (three times, then each thousandth).
 - ``kvp_on_*``: told; answers are ignored. A failure is logged with the plugin's name
   and hides nothing from others.
 
@@ -98,7 +98,7 @@ class HookSpecs(Protocol):
         When: once a block pool (the engine's own, the host tier's) while the engine
         starts, in the process of the scheduler; also wherever a configuration that
         names the policy is validated (command line, workers). Main thread; may
-        block. An empty name asks for the default.
+        block. An empty name asks for the default. The options are a copy.
         Answer: None: the policy of this name is not mine. If its `bind` fails in the
         pool, the start ends with an error that names the plugin of the policy.
         Raises: `ConfigError` for options that it does not know or cannot take.
@@ -113,7 +113,7 @@ class HookSpecs(Protocol):
         When: once a tier (host memory) while the engine starts, in the process of the
         scheduler; also wherever a configuration that names the policy is validated
         (command line, workers). Main thread; may block. An empty name asks for the
-        default.
+        default. The options are a copy.
         Answer: None: the policy of this name is not mine.
         Raises: `ConfigError` for options that it does not know or cannot take.
         """
@@ -206,6 +206,7 @@ class HookSpecs(Protocol):
         When: once a preemption for want of blocks; thread of the scheduler's step; must
         not block. Requests are shared: change nothing. What the victim has computed is
         computed again unless it is still cached; its output is kept.
+        Who is always chosen may starve: see `kvplugin.policies.scheduling.may_lose`.
         Answer: id of one of `ctx.candidates`; None: no opinion. The built-in's victim
         is the last one in the configured order: of admission, or of priority.
         """

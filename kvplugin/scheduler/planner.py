@@ -180,7 +180,7 @@ class Planner:
         if not (self._choices.orders_waiting and len(queue) and self._has_room(step)):
             return queue
         ids = self._choices.order([entry.request for entry in queue], step.number)
-        return [self._roster.requests[id_] for id_ in ids]
+        return (self._roster.requests[id_] for id_ in ids)
 
     def _is_open(self, step: StepPlan, entry: Entry) -> bool:
         """Whether a waiting request may be admitted, as far as plugins go."""

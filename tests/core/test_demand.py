@@ -104,6 +104,32 @@ def test_who_comes_and_goes_counts_nothing() -> None:
     assert demand.take() == ([], {})
 
 
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
+def test_only_so_many_requests_are_followed(actions: list[tuple[bool, int]]) -> None:
+    """Those that began to wait first, as far as they want something."""
+    requests: list[Any] = [Request(f"r{i}", [1]) for i in range(10)]
+    demand = Demand(
+        lambda r: [r.request_id.encode()] if r is not requests[0] else [], 3
+    )
+    waiting: list[int] = []
+    followed: list[int] = []
+    told: Counter[bytes] = Counter()
+    for comes, i in actions:
+        if comes and i not in waiting:
+            waiting.append(i)
+            demand.add(requests[i])
+        elif not comes:
+            waiting = [j for j in waiting if j != i]
+            demand.remove(requests[i])
+        followed = [j for j in followed if j in waiting]
+        others = [j for j in waiting if j and j not in followed]
+        followed += others[: 3 - len(followed)]
+        change = demand.take()
+        told.update(change.soon)
+        told.subtract(change.dropped)
+        assert +told == Counter(f"r{j}".encode() for j in followed)
+
+
 # -- which keys --------------------------------------------------------------------
 
 

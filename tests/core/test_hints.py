@@ -53,8 +53,8 @@ def test_those_of_extra_args_win() -> None:
     ("given", "message"),
     [
         ({"prio": 1}, "unknown key 'prio' in .* mean 'priority'"),
-        ({"priority": 101}, "priority=101 must be from -100 to 100"),
-        ({"priority": -101}, "priority=-101"),
+        ({"priority": 101}, "priority=101 must be from 0 to 100"),
+        ({"priority": -1}, "priority=-1 must be from 0"),
         ({"priority": True}, "priority"),
         ({"priority": 1.5}, "priority"),
         ({"ttl_s": 0}, "ttl_s"),
@@ -70,6 +70,8 @@ def test_those_of_extra_args_win() -> None:
         ({"ends_session": True}, "turn and ends_session are of a session"),
         ({"session": "a", "ends_session": 1}, "ends_session"),
         ("{priority: 1}", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("\ud800", "is no JSON"),
         ("[1]", "of type list"),
         (3, "of type int"),
         (["priority"], "of type list"),
@@ -84,12 +86,19 @@ def test_what_cannot_be_meant_is_refused_where_it_stands(
         assert f"{place}['kvplugin']" in str(raised.value)
 
 
+@pytest.mark.parametrize("given", [[], "text", 3, [("kvplugin", {})]])
+def test_a_place_that_is_no_object_is_refused(given: Any) -> None:
+    for place in ("extra_args", "kv_transfer_params"):
+        with pytest.raises(RequestError, match=f"{place} is of type"):
+            hints_of(**{"extra_args": None, place: given})
+
+
 def test_hints_of_our_own_api_are_refused_as_well() -> None:
     with pytest.raises(KVPluginError, match="priority=1000 must be"):
         RequestHints(priority=1000)
     with pytest.raises(RequestError, match="ttl_s='1' must be of type"):
         RequestHints(ttl_s="1")  # type: ignore[arg-type]
-    assert RequestHints(session="x" * 256, priority=-100).turn == 0
+    assert RequestHints(session="x" * 256, priority=100).turn == 0
 
 
 # -- what the policy hears ---------------------------------------------------------

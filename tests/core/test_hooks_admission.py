@@ -71,6 +71,15 @@ def test_a_plugin_that_fails_or_answers_nonsense_is_named(
     assert ADMISSION in caplog.text
 
 
+def test_a_bool_that_is_not_pythons_is_told_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = type("bool", (), {"__module__": "numpy"})
+    hooks = hooks_of(**{ADMISSION: lambda: other()})
+    assert hooks.choose_admission(context()) is True
+    assert "a numpy.bool in place of a bool" in caplog.text
+
+
 # -- the scheduler -----------------------------------------------------------------
 
 

@@ -107,9 +107,9 @@ def test_second_touch_remembers_so_much_and_no_more() -> None:
     admit = wants("second_touch", memory=3)
     admit("abc", store("r1"))
     assert admit("a", store("r2")) == [True]
-    admit("d", store("r2"))  # b was seen longest ago
-    assert admit("acd", store("r3")) == [True] * 3
-    assert admit("b", store("r3")) == [False]
+    admit("d", store("r2"))  # of b and c, seen longest ago, c is the tail
+    assert admit("abd", store("r3")) == [True] * 3
+    assert admit("c", store("r3")) == [False]
 
 
 def test_min_depth_wants_all_of_a_long_prefix() -> None:

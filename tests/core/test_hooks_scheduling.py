@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +97,72 @@ def test_a_plugin_without_an_opinion_leaves_it_to_the_next_one() -> None:
     assert hooks.choose_victim(victim_context("priority")) == "r2"
 
 
+class Equal:
+    """Says that it is whatever it is compared with."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+class Fickle(Sequence[str]):
+    """Says something else when it is asked again."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: Any) -> Any:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[str]:
+        self.asked += 1
+        return iter(["r3", "r1"] if self.asked == 1 else ["ghost"])
+
+
+class Id(str):
+    """A name that equals and hashes as it likes."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def test_an_answer_is_looked_at_once() -> None:
+    hooks = hooks_of(**{ORDER: lambda: Fickle(), VICTIM: lambda: Id("r1")})
+    order = hooks.choose_waiting_order(waiting_context())
+    assert order == ["r3", "r1", "r0", "r2", "r4"]
+    victim = hooks.choose_victim(victim_context())
+    assert (type(victim), victim) == (str, "r1")
+    # It is no candidate, whatever it says.
+    assert (
+        hooks_of(**{VICTIM: lambda: Id("r9")}).choose_victim(victim_context()) == "r4"
+    )
+
+
+def test_a_plugin_that_always_fails_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hooks = hooks_of(**{VICTIM: fail, ORDER: fail})
+    for _ in range(2500):
+        assert hooks.choose_victim(victim_context()) == "r4"
+    assert [bool(record.exc_info) for record in caplog.records] == [
+        *[True] * 3,
+        *[False] * 3,
+    ]
+    assert "failed in kvp_choose_victim 2000 times" in caplog.text
+    caplog.clear()
+    hooks.choose_waiting_order(waiting_context())  # counted by itself
+    assert "the built-in answers kvp_choose_waiting_order" in caplog.text
+
+
 ORDERS: dict[str, Any] = {
     "a number": (3, "int in place of a list"),
     "text": ("r1", "str in place of a list"),
@@ -104,11 +170,14 @@ ORDERS: dict[str, Any] = {
     "a stranger": (["r1", "r9"], "'r9', which does not wait"),
     "one twice": (["r1", "r2", "r1"], "'r1', named twice"),
     "a list": ([["r1"]], "which does not wait"),
+    "requests": ([Request("r1", [1])], "a Request in place of its id"),
 }
 VICTIMS: dict[str, Any] = {
     "a stranger": ("r9", "'r9', which is no candidate"),
     "a number": (0, "0, which is no candidate"),
     "a list": (["r1"], "which is no candidate"),
+    "a request": (Request("r1", [1]), "a Request in place of its id"),
+    "what equals anything": (Equal(), "which is no candidate"),
 }
 
 

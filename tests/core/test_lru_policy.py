@@ -238,3 +238,31 @@ def test_lru_takes_recency_from_the_last_release(lru: LRU) -> None:
 def test_lru_takes_no_recency_from_a_hit(lru: LRU) -> None:
     lru.hit([3], NO_CONTEXT)
     assert list(lru.order()) == [3, 2, 1]
+
+
+def test_few_lru_victims_pass_many_stale_entries_in_few_calls() -> None:
+    calls = 0
+
+    class Counting(LRU):
+        def _next_victims(self, n: int) -> list[int]:
+            nonlocal calls
+            calls += 1
+            return super()._next_victims(n)
+
+    lru = Counting()
+    lru.bind(10_001, info)
+    ids = [*range(1, 10_001)]
+    lru.release(ids)
+    lru.pin(ids[1:])
+    lru.release(ids[1:])
+    assert lru.victims(1) + lru.victims(1) == [1, 2]
+    assert calls < 60
+    lru.check()
+
+
+def test_lru_takes_few_of_a_torn_release_and_keeps_the_rest(lru: LRU) -> None:
+    lru.pin([2])
+    assert lru.victims(1) == [3]
+    lru.check()
+    lru.release([2])
+    assert lru.victims(2) == [1, 2]

@@ -115,6 +115,15 @@ def test_what_hints_say_is_told(
     assert [ctx.context for _, ctx in scripted.asked] == [hint]
 
 
+def test_a_mask_of_others_bools_is_told_apart(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = type("bool", (), {"__module__": "numpy"})
+    scripted.answers = [[other(), other()]]
+    engine_of().serve(prompt(8))
+    assert "a numpy.bool: convert it with bool()" in caplog.text
+
+
 # -- what comes of it --------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from kvplugin.hooks import (
     WaitingContext,
 )
 from kvplugin.policies.scheduling import SCHEDULING, SchedulingKind, make_scheduling
+from kvplugin.policies.scheduling import aging as aging_module
 from kvplugin.policies.scheduling.aging import Aging
 from kvplugin.request import Request
 from kvplugin.testing import Lab
@@ -83,6 +84,8 @@ def test_a_policy_answers_the_hook_of_its_kind_alone(
 @pytest.mark.parametrize(
     ("kind", "name", "options", "message"),
     [
+        ("victim", None, {}, "victim=None must be the name"),
+        ("victim", "last", [], r"victim_options=\[\] must be a table"),
         ("victims", "last", {}, "'victims' in scheduling.* mean 'victim'"),
         ("victim", "most_block", {}, "'most_block' in victim.* mean 'most_blocks'"),
         ("victim", "last", {"n": 1}, "'last' takes no options, got n in victim_opt"),
@@ -173,6 +176,30 @@ def test_aging_is_a_bound(steps: list[set[int]], most: int) -> None:
         assert [int(r.request_id) for r in others] == sorted(ids - {*due})
 
 
+def test_a_preemption_does_not_begin_the_wait_anew() -> None:
+    aging = Aging(10)
+    old = request("old", 1)
+    aging.overdue([old], 1)
+    aging.overdue([], 2)  # it runs
+    old.num_preemptions = 1
+    new = request("new", 1)
+    assert aging.overdue([new, old], 11) == ([old], [new])
+    # An id that is used again is of somebody else.
+    aging.overdue([], 12)
+    again = request("new", 1)
+    assert aging.overdue([again], 30) == ([], [again])
+
+
+def test_aging_remembers_only_so_many_that_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aging_module, "MOST_AWAY", 3)
+    aging = Aging(10)
+    for step in range(20):
+        aging.overdue([request(f"r{step}", 1)], step)
+    assert len(aging._away) == 3
+
+
 # -- admission, victims, checkpoints -----------------------------------------------
 
 
@@ -194,9 +221,22 @@ def test_admission_leaves_a_share_of_the_blocks() -> None:
     assert not admits(1, 19)
 
 
-def victim_of(name: str, computed: Sequence[int], blocks: Sequence[int]) -> str:
+def victim_of(
+    name: str,
+    computed: Sequence[int],
+    blocks: Sequence[int],
+    arrivals: Sequence[float] = (0, 1, 2),
+    preempted: Sequence[int] = (0, 0, 0),
+) -> str:
     running = [
-        request(f"r{i}", 9, num_computed_tokens=n) for i, n in enumerate(computed)
+        request(
+            f"r{i}",
+            9,
+            num_computed_tokens=n,
+            arrival_time=arrivals[i],
+            num_preemptions=preempted[i],
+        )
+        for i, n in enumerate(computed)
     ]
     freed = {f"r{i}": n for i, n in enumerate(blocks)}
     ctx = VictimContext(
@@ -210,12 +250,60 @@ def victim_of(name: str, computed: Sequence[int], blocks: Sequence[int]) -> str:
 
 def test_victims() -> None:
     assert victim_of("last", (1, 2, 3), (3, 2, 1)) == "r2"
-    assert victim_of("least_work", (1, 2, 3), (3, 2, 1)) == "r0"
+    assert victim_of("least_work", (3, 1, 2), (1, 1, 1)) == "r1"
     assert victim_of("least_work", (3, 1, 1), (1, 1, 1)) == "r2"
-    # The first one is safe.
     assert victim_of("most_blocks", (1, 2, 3), (3, 2, 1)) == "r1"
     assert victim_of("most_blocks", (1, 2, 3), (3, 2, 2)) == "r2"
-    assert victim_of("most_blocks", (1,), (3,)) == "r0"
+
+
+@pytest.mark.parametrize("name", ["least_work", "most_blocks"])
+def test_who_arrived_first_is_no_victim(name: str) -> None:
+    """However little it has computed, or much it holds."""
+    worst = (1, 9, 9), (9, 1, 1)
+    assert victim_of(name, *worst) == "r2"
+    assert victim_of(name, *worst, arrivals=(1, 0, 1)) == "r0"
+    # Of those that arrived at once the one that has lost most often.
+    assert victim_of(name, *worst, (0, 0, 0), (0, 1, 0)) == "r0"
+    assert victim_of(name, *worst, (0, 0, 0), (2, 1, 0)) == "r2"
+    # Unless nobody else runs.
+    assert victim_of(name, (1,), (3,)) == "r0"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("order", ["configured", "shortest_first", "cached_first"])
+@pytest.mark.parametrize("victim", ["least_work", "most_blocks"])
+def test_a_long_prompt_ends_however_many_better_ones_come(
+    victim: str, order: str, depth: int
+) -> None:
+    """All others hit a common prefix: they have done more as soon as they come, and
+    new ones come for ever."""
+    options = {} if order == "configured" else {"most_steps": 20}
+    chosen = [
+        make_scheduling("victim", victim),
+        make_scheduling("waiting_order", order, options),
+    ]
+    lab = Lab(
+        [full()],
+        20,
+        depth=depth,
+        hooks=Hooks.of(*chosen),
+        hash_format=FORMAT,
+        max_num_seqs=8,
+        long_prefill_token_threshold=4,
+        max_num_batched_tokens=64,
+    )
+    prefix = list(range(1000, 1024))
+    lab.add([*prefix, 5], 1)
+    lab.run()
+    long = lab.add(range(40), 4)
+    for n in range(300):
+        while len(lab.scheduler.requests) < 14:
+            lab.add([*prefix, 2000 + n + len(lab.requests)], 9)
+        lab.step()
+        if long in lab.reasons:
+            break
+    assert long in lab.reasons
+    assert lab.requests[long].num_preemptions < 4
 
 
 @pytest.mark.parametrize(

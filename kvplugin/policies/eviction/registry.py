@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvplugin.errors import ConfigError
+from kvplugin.events import MEDIUM_GPU
 from kvplugin.policies.eviction.base import EvictionPolicy
 from kvplugin.policies.eviction.lru import LRU
 from kvplugin.policies.listing import make_listed
@@ -21,6 +22,9 @@ class Listed:
     protects: bool = False
     """Whether it stands before another policy, which ranks what it does not protect;
     its constructor takes that one first."""
+    needs_demand: bool = False
+    """Whether it does nothing without the keys that waiting requests want, which only
+    the engine's own blocks are told of."""
 
 
 POLICIES: Final[Mapping[str, Listed]] = {
@@ -36,13 +40,19 @@ POLICIES: Final[Mapping[str, Listed]] = {
         "retention.Retention", "protects by priority, time to live, session", True
     ),
     "queue": Listed(
-        "queue_informed.QueueInformed", "protects what waiting requests will hit", True
+        "queue_informed.QueueInformed",
+        "protects what waiting requests will hit",
+        protects=True,
+        needs_demand=True,
     ),
 }
 
 
 def make_policy(
-    name: str, options: Mapping[str, object], inner: EvictionPolicy | None = None
+    name: str,
+    options: Mapping[str, object],
+    inner: EvictionPolicy | None = None,
+    medium: str = MEDIUM_GPU,
 ) -> EvictionPolicy:
     """A fresh policy.
 
@@ -50,12 +60,20 @@ def make_policy(
         name: one of `POLICIES`.
         options: what the policy is told.
         inner: ranks what this one does not protect; LRU if None.
+        medium: what the blocks stand for, as in KV events.
 
     Raises:
-        ConfigError: an option that the policy does not know, or a wrong value; or
-            an inner policy for one that protects nothing.
+        ConfigError: an option that the policy does not know, or a wrong value; an
+            inner policy for one that protects nothing; or another medium than the
+            engine's own for one that needs demand.
     """
     listed = POLICIES[name]
+    if listed.needs_demand and medium != MEDIUM_GPU:
+        raise ConfigError(
+            f"eviction policy {name!r} protects what waiting requests will hit, which "
+            f"is followed for the engine's own blocks, not for those of medium "
+            f"{medium!r}: leave it out of that eviction_policy"
+        )
     # An empty policy is false.
     first = [LRU() if inner is None else inner] if listed.protects else []
     if inner is not None and not first:

@@ -6,5 +6,12 @@ from kvplugin.policies.scheduling.registry import (
     SchedulingKind,
     make_scheduling,
 )
+from kvplugin.policies.scheduling.sparing import may_lose
 
-__all__ = ["SCHEDULING", "SchedulingKind", "last_in_order", "make_scheduling"]
+__all__ = [
+    "SCHEDULING",
+    "SchedulingKind",
+    "last_in_order",
+    "make_scheduling",
+    "may_lose",
+]

@@ -1,21 +1,29 @@
 """Aging: nobody is passed over for ever."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvplugin.request import RequestLike
 
+MOST_AWAY: Final = 10_000
+"""Requests that do not wait and whose first step is remembered, those that waited
+last; others begin to age anew."""
+
 
 class Aging:
-    """Since when requests wait, in steps.
+    """Since when requests wait, in steps. A preemption does not begin it anew. O(those
+    that wait) a step.
 
     Args:
-        most_steps: a request that has waited for so many goes first, before others
-            the one that has waited longest.
+        most_steps: a request that first waited so many steps ago goes first, before
+            others the one that has waited longest.
     """
 
     def __init__(self, most_steps: int) -> None:
         self._most = most_steps
         self._since: dict[str, int] = {}
+        self._away: dict[str, int] = {}
+        """Of requests that waited and do not now; they may have ended."""
 
     def overdue(
         self, waiting: Sequence[RequestLike], step: int
@@ -24,13 +32,29 @@ class Aging:
         others in theirs.
 
         Args:
-            waiting: all that wait; who is not among them is forgotten.
+            waiting: all that wait.
             step: number of this step.
         """
-        known = self._since
-        self._since = {r.request_id: known.get(r.request_id, step) for r in waiting}
-        due = step - self._most
-        late = [r for r in waiting if self._since[r.request_id] <= due]
-        late.sort(key=lambda r: self._since[r.request_id])
-        others = [r for r in waiting if self._since[r.request_id] > due]
+        known, due = self._since, step - self._most
+        since: dict[str, int] = {}
+        late: list[RequestLike] = []
+        others: list[RequestLike] = []
+        for request in waiting:
+            id_ = request.request_id
+            first = known.pop(id_, None)
+            if first is None:
+                first = self._came_back(request, step)
+            since[id_] = first
+            (late if first <= due else others).append(request)
+        self._since = since
+        self._away.update(known)
+        while len(self._away) > MOST_AWAY:
+            del self._away[next(iter(self._away))]
+        late.sort(key=lambda request: since[request.request_id])
         return late, others
+
+    def _came_back(self, request: RequestLike, step: int) -> int:
+        """First step of a request that did not wait in the last one. Who was never
+        preempted is new, though its id may not be."""
+        first = self._away.pop(request.request_id, step)
+        return first if request.num_preemptions else step

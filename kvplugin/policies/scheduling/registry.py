@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Final, Literal
 
-from kvplugin.errors import unknown_name
+from kvplugin.errors import ConfigError, unknown_name
 from kvplugin.policies.listing import make_listed, refuse_options
 
 SchedulingKind = Literal["waiting_order", "admission", "victim", "checkpoints"]
@@ -69,6 +69,10 @@ def make_scheduling(
     Raises:
         ConfigError: no such policy, or an option that it does not know or cannot take.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"{kind}={name!r} must be the name of a policy")
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(f"{kind}_options={options!r} must be a table")
     known = SCHEDULING.get(kind)
     if known is None:
         raise unknown_name("kind", kind, SCHEDULING, "scheduling")

@@ -1,29 +1,25 @@
-"""Victims of preemption other than the last one.
-
-Somebody must be safe until it ends, or requests could take turns at losing what they
-have computed: see each policy for who.
-"""
+"""Victims of preemption other than the last one. Who arrived first is safe: see
+`may_lose`."""
 
 from kvplugin.hooks import VictimContext, hookimpl
+from kvplugin.policies.scheduling.sparing import may_lose
 
 
 class LeastWork:
-    """Who has computed the fewest tokens loses least; of equals the last one. Safe is
-    who has computed most."""
+    """Who has computed the fewest tokens loses least; of equals the last one."""
 
     @hookimpl
     def kvp_choose_victim(self, ctx: VictimContext) -> str:
         """The victim."""
-        candidates = reversed(ctx.candidates)
+        candidates = reversed(may_lose(ctx.candidates))
         return min(candidates, key=lambda r: r.num_computed_tokens).request_id
 
 
 class MostBlocks:
-    """Whose blocks make most room, so that few lose theirs; of equals the last one.
-    Safe is who was admitted first."""
+    """Whose blocks make most room, so that few lose theirs; of equals the last one."""
 
     @hookimpl
     def kvp_choose_victim(self, ctx: VictimContext) -> str:
         """The victim."""
-        candidates = ctx.candidates[1:] or ctx.candidates
-        return max(reversed(candidates), key=ctx.freed_blocks).request_id
+        candidates = reversed(may_lose(ctx.candidates))
+        return max(candidates, key=ctx.freed_blocks).request_id

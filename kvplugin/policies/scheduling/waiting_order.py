@@ -20,7 +20,8 @@ class OrderOptions(
     """Options of `CachedFirst` and `ShortestFirst`."""
 
     most_steps: int = 256
-    """Steps after which a waiting request goes first, whatever the policy says."""
+    """Steps after which a request that waits goes first, whatever the policy says;
+    counted since it first waited."""
     window: int = 64
     """Requests that are looked at in a step, the first ones of the scheduler's own
     order; each costs a lookup."""
@@ -41,12 +42,11 @@ class _Ranked(ABC):
 
     @hookimpl
     def kvp_choose_waiting_order(self, ctx: WaitingContext) -> list[str]:
-        """The order; those behind the window keep theirs."""
+        """The first ones; those behind the window keep their order."""
         late, others = self._aging.overdue(ctx.waiting, ctx.step)
         first = others[: self._window]
         first.sort(key=lambda request: self._badness(request, ctx.cached_tokens))
-        ordered = [*late, *first, *others[self._window :]]
-        return [request.request_id for request in ordered]
+        return [request.request_id for request in (*late, *first)]
 
     @abstractmethod
     def _badness(

@@ -77,22 +77,59 @@ def test_the_last_blocks_are_of_the_tenant_whose_turn_it_is() -> None:
     assert fair.kvp_choose_admission(admission(A[0], free_blocks=1))
 
 
-def test_who_holds_most_blocks_gives_way_but_the_first_is_safe() -> None:
-    running = (A[0], B[0], A[1])
-    blocks = {"a0": 1, "b0": 3, "a1": 1}
+def test_the_tenant_that_was_served_most_gives_way_but_the_first_request_is_safe() -> (
+    None
+):
+    fair = FairShare()
+    fair.kvp_choose_waiting_order(waiting(1, *A, *B, PUBLIC))
+    fair.kvp_choose_waiting_order(waiting(2, A[2], B[1], PUBLIC))  # a had two, b one
 
-    def victim() -> str:
-        ctx = VictimContext(
-            needy=A[0],
-            candidates=running,
-            policy="fcfs",
-            freed_blocks=lambda r: blocks[r.request_id],
-        )
-        return FairShare().kvp_choose_victim(ctx)
+    def victim(*running: Request) -> str:
+        ctx = VictimContext(needy=A[0], candidates=running, policy="fcfs")
+        return fair.kvp_choose_victim(ctx)
 
-    assert victim() == "b0"
-    blocks["a0"] = 4
-    assert victim() == "a1"
+    assert victim(PUBLIC, A[0], A[1], B[0]) == "a1"
+    assert victim(A[0], A[1], B[0]) == "a1"
+    assert victim(A[0], PUBLIC, B[0]) == "b0"
+    assert victim(A[0]) == "a0"
+
+
+def test_a_request_is_paid_for_once() -> None:
+    fair = FairShare()
+    lost = request("lost", "a")
+    fair.kvp_choose_waiting_order(waiting(1, lost, B[0]))
+    for step in range(2, 9):
+        fair.kvp_choose_waiting_order(waiting(step, B[0]))
+        lost.num_preemptions += 1
+        fair.kvp_choose_waiting_order(waiting(step, lost, B[0]))
+    assert fair._served == {"b": 0, "a": lost.num_tokens}
+
+
+def test_who_was_served_least_ends_though_others_come_for_ever() -> None:
+    lab = Lab(
+        [SPEC],
+        24,
+        hooks=Hooks.of(FairShare(most_steps=50)),
+        max_num_seqs=12,
+        long_prefill_token_threshold=16,
+        max_num_batched_tokens=64,
+    )
+
+    def fill() -> None:
+        while len(lab.scheduler.requests) < 14:
+            n = len(lab.requests)
+            lab.add([2000 + n] * 5, 16 + n % 3, cache_salt="bcd"[n % 3])
+
+    for _ in range(9):
+        fill()
+        lab.step()
+    modest = lab.add(range(56), 4, cache_salt="a")
+    for _ in range(300):
+        fill()
+        lab.step()
+        if modest in lab.reasons:
+            break
+    assert modest in lab.reasons
 
 
 def test_the_installed_object_is_a_plugin() -> None:

@@ -1,9 +1,11 @@
-"""Tenants share an engine: who was served less is next, who holds more gives way."""
+"""Tenants share an engine: who was served less is next, who was served more gives
+way."""
 
 from collections import Counter, OrderedDict
 
 from kvplugin import hookimpl
 from kvplugin.hooks import AdmissionContext, VictimContext, WaitingContext
+from kvplugin.policies.scheduling import may_lose
 from kvplugin.policies.scheduling.aging import Aging
 from kvplugin.request import RequestLike
 
@@ -18,7 +20,8 @@ def tenant_of(request: RequestLike) -> str:
 
 class FairShare:
     """Counts tokens that tenants were served, as the virtual token counter of Sheng et
-    al. ("Fairness in serving large language models", 2024) does.
+    al. ("Fairness in serving large language models", 2024) does. A request's tokens
+    count once, when it is first admitted.
 
     Args:
         reserve: share of the blocks that only the tenant whose turn it is may take.
@@ -31,8 +34,8 @@ class FairShare:
         self._reserve = reserve
         self._aging = Aging(most_steps)
         self._served: OrderedDict[str, int] = OrderedDict()
-        self._waited: dict[str, RequestLike] = {}
-        """Requests that waited when the order was last asked for."""
+        self._unpaid: dict[str, RequestLike] = {}
+        """Requests that waited when the order was last asked for, and never ran."""
         self._turn: str | None = None
         """The tenant that is next."""
 
@@ -59,23 +62,23 @@ class FairShare:
 
     @hookimpl
     def kvp_choose_victim(self, ctx: VictimContext) -> str:
-        held: Counter[str] = Counter()
-        for request in ctx.candidates:
-            held[tenant_of(request)] += ctx.freed_blocks(request)
-        # Safe is the first one, which ends some day.
-        candidates = ctx.candidates[1:] or ctx.candidates
-        victim = max(reversed(candidates), key=lambda r: held[tenant_of(r)])
+        # Who arrived first is safe: somebody always comes to an end.
+        candidates = reversed(may_lose(ctx.candidates))
+        served = self._served
+        victim = max(candidates, key=lambda r: served.get(tenant_of(r), 0))
         return victim.request_id
 
     def _keep_accounts(self, waiting: tuple[RequestLike, ...]) -> None:
-        """Who waits no longer was served (or has given up, and pays all the same)."""
-        now = {request.request_id: request for request in waiting}
-        for request_id in self._waited.keys() - now.keys():
-            request = self._waited[request_id]
+        """Who waits no longer was served (or has given up, and pays all the same). Who
+        was preempted has paid."""
+        now = {r.request_id: r for r in waiting if not r.num_preemptions}
+        for request_id, request in self._unpaid.items():
+            if request_id in now:
+                continue
             tenant = tenant_of(request)
             self._served[tenant] = self._served.get(tenant, 0) + request.num_tokens
             self._served.move_to_end(tenant)
-        self._waited = now
+        self._unpaid = now
         tenants = {tenant_of(request) for request in waiting}
         known = [self._served[t] for t in tenants if t in self._served]
         for tenant in sorted(tenants):
