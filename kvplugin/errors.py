@@ -3,7 +3,9 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+_LONGEST_NAME: Final = 64
 
 
 class KVPluginError(Exception):
@@ -48,6 +50,8 @@ def unknown_name(what: str, name: str, known: Iterable[str], key: str) -> Config
         key: the setting where it stands.
     """
     names = sorted(known)
+    if len(name) > _LONGEST_NAME:  # a stranger's: looking for the nearest takes long
+        name = f"{name[:_LONGEST_NAME]}..."
     close = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ConfigError(

@@ -48,8 +48,8 @@ def offload(
 def policies(settings: tuple[str, ...], as_json: bool) -> None:
     """Eviction and scheduling policies, as options of vLLM.
 
-    Example: eval vllm serve MODEL "$(kvplugin config policies
-    eviction_policy=reuse)"
+    Example: options=$(kvplugin config policies eviction_policy=reuse) && eval "vllm
+    serve MODEL $options"
     """
     arguments = policy_arguments(parse_settings(settings))
     click.echo(json.dumps(arguments) if as_json else command_line(arguments))

@@ -13,7 +13,7 @@ from typing import Any, Final
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 
-from kvplugin.errors import ConfigError
+from kvplugin.errors import ConfigError, PluginError
 from kvplugin.hooks import Hooks
 from kvplugin.integration.vllm.policy_config import PolicyConfig, read_policy_config
 from kvplugin.integration.vllm.policy_manager import policy_classes
@@ -27,6 +27,7 @@ from kvplugin.integration.vllm.versions import (
     missing_for,
     vllm_version,
 )
+from kvplugin.policies.eviction import BlockInfo
 
 logger = logging.getLogger("vllm.kvplugin.policies")
 
@@ -138,6 +139,8 @@ def start_policies(
     config = read_policy_config(vllm_config.additional_config)
     try:
         return _start(config, vllm_config, kv_cache_config, hash_block_size)
+    except ConfigError:
+        raise
     except Exception as error:
         if config.on_start_error == "fail":
             raise
@@ -150,10 +153,7 @@ def _start(
 ) -> Policies:
     hooks = config.hooks()
     if hooks.chooses_victim and vllm_config.scheduler_config.policy == "priority":
-        raise ConfigError(
-            f"victim={config.victim!r}: under vLLM's scheduling_policy 'priority' the "
-            f"victim is the request of the lowest priority, use 'fcfs' or leave it out"
-        )
+        _refuse_victim(config)
     return Policies(
         config,
         hooks,
@@ -177,12 +177,40 @@ def _classes(
     if missing := missing_for(EVICTION):
         log_missing(EVICTION, missing)
         return None
-    config.make_eviction_policy(hooks, num_blocks)  # fails here, or not at all
+    _try_out(config, hooks, num_blocks)
     return policy_classes(
         kv_cache_coordinator.BlockPool,
         vllm_scheduler.KVCacheManager,
         partial(config.make_eviction_policy, hooks),
     )
+
+
+def _refuse_victim(config: PolicyConfig) -> None:
+    why = "under vLLM's scheduling_policy 'priority' the victim is the request of the "
+    why += "lowest priority"
+    if config.victim == "last":
+        raise ConfigError(
+            f"an installed plugin chooses victims (`kvplugin plugins` shows which); "
+            f"{why}: use 'fcfs', or leave that plugin out of KVPLUGIN_PLUGINS"
+        )
+    raise ConfigError(f"victim={config.victim!r}: {why}, use 'fcfs' or leave it out")
+
+
+def _try_out(config: PolicyConfig, hooks: Hooks, num_blocks: int) -> None:
+    """Make and bind a policy, so that one that fails does so here and not while vLLM
+    builds its pool."""
+    policy = config.make_eviction_policy(hooks, num_blocks)
+    try:
+        policy.bind(num_blocks, _no_info)
+    except Exception as error:
+        raise PluginError(
+            f"eviction_policy={config.eviction_policy!r}: {type(policy).__name__}.bind "
+            f"fails: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _no_info(block: int) -> BlockInfo:
+    raise KeyError(block)  # a new pool has no keyed block
 
 
 def _recorder(

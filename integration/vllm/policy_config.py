@@ -54,6 +54,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_ranges(self, {})
+        for key in ("eviction_policy", "record_trace"):
+            if getattr(self, key) == "":
+                raise ConfigError(f"{key} is empty: name one, or leave the key out")
         self.make_eviction_policy(self.hooks(), _ANY_SIZE)
 
     def hooks(self) -> Hooks:
@@ -97,7 +100,8 @@ def read_policy_config(additional_config: object) -> PolicyConfig:
     """
     # A platform's own object has no keys: it is no place for settings of ours.
     known = additional_config if isinstance(additional_config, Mapping) else {}
-    settings = known.get(KEY) or {}
+    settings = known.get(KEY)
+    settings = {} if settings is None else settings
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{WHERE} must be a table of settings, not {settings!r}")
     return read_settings(PolicyConfig, settings, WHERE)

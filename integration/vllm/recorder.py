@@ -1,7 +1,9 @@
 """Writes what a running vLLM serves, for `kvplugin replay`."""
 
+import fcntl
 import logging
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from kvplugin.errors import ConfigError
 from kvplugin.policies.eviction import context_of
@@ -13,7 +15,8 @@ logger = logging.getLogger("vllm.kvplugin.recorder")
 class Recorder:
     """One line for each request that ends, aborted ones included.
 
-    A file that cannot be written any more ends the record, not the engine.
+    A file that cannot be written any more ends the record, not the engine; a request
+    that makes no line (a client wrote nonsense) has none.
 
     Args:
         path: the file, which is replaced.
@@ -21,15 +24,17 @@ class Recorder:
         groups: kinds of the KV cache groups.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or another engine writes it.
     """
 
     def __init__(self, path: str, block_size: int, groups: list[str]) -> None:
         self._path = path
+        self._has_left_out = False
         self._live: dict[str, tuple[Any, float | None]] = {}
         """By request: vLLM 0.32's account of the prefill, which it fills in and lets
         go; and how long its blocks are worth keeping."""
         try:
+            self._lock = _locked(path)
             writer = TraceWriter(path, block_size=block_size, groups=groups)
         except OSError as error:
             raise ConfigError(f"record_trace={path!r}: {error}") from error
@@ -65,15 +70,41 @@ class Recorder:
                 ends_session=context.ends_session,
                 cached_tokens=_cached_tokens(request, prefill),
             )
-        except (OSError, ConfigError):
+        except OSError:
             logger.exception("%s is not written any more", self._path)
             self.close()
+        except Exception as error:
+            if not self._has_left_out:
+                self._has_left_out = True
+                logger.warning(
+                    "request %s is not in %s, nor will others be with such a mistake: "
+                    "%.200s",
+                    request.request_id,
+                    self._path,
+                    error,
+                )
 
     def close(self) -> None:
         """The record ends."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+            self._lock.close()
+
+
+def _locked(path: str) -> IO[bytes]:
+    """The file, which no other engine writes as long as this is open.
+
+    Raises:
+        OSError: it cannot be written, or another engine writes it.
+    """
+    file = Path(path).open("ab")  # noqa: SIM115  # open as long as the record
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise OSError("another engine writes this file: name one for each") from None
+    return file
 
 
 def _cached_tokens(request: Any, prefill: Any) -> int | None:

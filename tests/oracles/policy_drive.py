@@ -19,11 +19,13 @@ class PolicyRun:
     policy: str = "fcfs"
     in_flight: int = 1
     """Steps under way at a time; more than one needs asynchronous scheduling."""
-    steps: int = 120
+    steps: int = 80
     environment: dict[str, str] = field(default_factory=dict)
     newer: str = ""
     """A class of vLLM's, `module.Class` below `vllm.v1.core`, that has a method more
     than any version that we know."""
+    fails: str = ""
+    """A method of ours, `module.Class.method` below `kvplugin`, that raises."""
     block_size: int = 4
 
 

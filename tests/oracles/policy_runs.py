@@ -29,7 +29,12 @@ def answer(runs: list[PolicyRun]) -> list[Outcome]:
 def _outcome(run: PolicyRun) -> Outcome:
     before = vllm_scheduler.KVCacheManager
     errors = _Errors()
-    with patch.dict(os.environ, run.environment), _newer(run.newer), errors:
+    with (
+        patch.dict(os.environ, run.environment),
+        _newer(run.newer),
+        _failing(run.fails),
+        errors,
+    ):
         try:
             scheduler = make_scheduler(run)
         except Exception as error:
@@ -47,6 +52,13 @@ def _newer(name: str) -> Any:
     module, _, class_name = name.rpartition(".")
     changed = getattr(import_module(f"vllm.v1.core.{module}"), class_name)
     return patch.object(changed, "in_a_newer_version", lambda self: None, create=True)
+
+
+def _failing(name: str) -> Any:
+    if not name:
+        return nullcontext()
+    boom = RuntimeError(f"boom in {name}")
+    return patch(f"kvplugin.{name}", side_effect=boom)
 
 
 class _Errors(logging.Handler):

@@ -59,7 +59,11 @@ def test_what_is_named_is_asked():
         ({"admission": "free_share", "admission_options": {"share": 2}}, "share=2"),
         ({"on_start_error": "ignore"}, "on_start_error"),
         ({"record_trace": 3}, "record_trace"),
+        ({"eviction_policy": ""}, "eviction_policy is empty"),
+        ({"record_trace": ""}, "record_trace is empty"),
         (["lru"], "must be a table"),
+        ([], "must be a table"),
+        (False, "must be a table"),
     ],
 )
 def test_what_is_wrong_is_named(settings, message):
@@ -190,6 +194,26 @@ def test_a_full_disk_ends_the_record_and_nothing_else(tmp_path, caplog, monkeypa
     recorder.ends(ended())
     recorder.ends(ended())
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_request_that_makes_no_line_has_none_and_the_others_have(tmp_path, caplog):
+    path = tmp_path / "trace"
+    recorder = Recorder(str(path), 4, [])
+    bad = BlockContext(session="\ud800")
+    for context in (bad, BlockContext(), bad, BlockContext()):
+        recorder.ends(ended(block_context=context))
+    recorder.close()
+    assert len(read_trace(path).entries) == 2
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_two_engines_do_not_write_one_file(tmp_path):
+    path = str(tmp_path / "trace")
+    first = Recorder(path, 4, [])
+    with pytest.raises(ConfigError, match="another engine writes this file"):
+        Recorder(path, 4, [])
+    first.close()
+    Recorder(path, 4, []).close()
 
 
 def test_a_trace_that_cannot_be_written_is_a_wrong_setting(tmp_path):

@@ -1,6 +1,7 @@
 """`KVPluginScheduler` over the schedulers of both versions, also where steps overlap,
 which no platform of the tests allows an engine."""
 
+import re
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -60,15 +61,23 @@ def special(version: str) -> dict[str, PolicyRun]:
     del version
     full: dict[str, Any] = {"groups": [FULL], "num_blocks": 31}
     both = {"eviction_policy": "sieve", "waiting_order": "cached_first"}
+    sieve: dict[str, Any] = {
+        "settings": {"eviction_policy": "sieve"},
+        "fails": "policies.eviction.sieve.Sieve.bind",
+    }
     refused = {"victim": "least_work"}
     return {
         "disabled": PolicyRun(
             settings={"no": "key"}, environment={"KVPLUGIN_DISABLE": "1"}, **full
         ),
         "unknown": PolicyRun(settings={"victm": "last"}, **full),
-        "priority": PolicyRun(settings=refused, policy="priority", **full),
-        "not started": PolicyRun(
+        "priority": PolicyRun(
             settings=refused | {"on_start_error": "disable"}, policy="priority", **full
+        ),
+        "fails": PolicyRun(**sieve, **full),
+        "not started": PolicyRun(
+            **sieve | {"settings": sieve["settings"] | {"on_start_error": "disable"}},
+            **full,
         ),
         **{name: PolicyRun(settings=both, newer=name, **full) for name in NEWER},
     }
@@ -163,6 +172,8 @@ def test_wrong_settings_end_the_start(asked):
     *_, named = asked
     assert "Did you mean 'victim'" in named["unknown"].error
     assert "victim='least_work'" in named["priority"].error
+    fails = "PluginError: eviction_policy='sieve': .*bind fails: RuntimeError: boom"
+    assert re.match(fails, named["fails"].error)
 
 
 def test_what_cannot_start_is_left_out_where_the_user_wants_that(asked):
