@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,13 @@ from hypothesis import strategies as st
 
 from kvplugin import ConfigError
 from kvplugin.hooks import EvictionPolicyContext, Hooks
-from kvplugin.policies.eviction import LRU, BlockContext, EvictionPolicy
+from kvplugin.policies.eviction import (
+    LRU,
+    NO_CONTEXT,
+    BlockContext,
+    EvictionPolicy,
+    protecting,
+)
 from kvplugin.policies.eviction.cost import CostAware
 from kvplugin.policies.eviction.protecting import Protecting
 from kvplugin.policies.eviction.queue_informed import (
@@ -18,6 +25,7 @@ from kvplugin.policies.eviction.queue_informed import (
     QueueInformedOptions,
 )
 from kvplugin.policies.eviction.retention import Retention, RetentionOptions
+from tests.core.pool_helpers import key
 from tests.policies.prompts import Prompts
 from tests.policies.strict_inner import StrictInner
 
@@ -196,13 +204,18 @@ class Run:
             policy = policy._inner
 
 
+@pytest.mark.parametrize("per_ahead", [1, 8])
 @pytest.mark.parametrize("name", WRAPPED)
 @settings(max_examples=40, deadline=None)
 @given(actions=st.lists(ACTIONS, min_size=5, max_size=50), n=st.integers(0, 20))
 def test_inner_policy_sees_its_protocol_and_no_block_is_lost(
-    name: str, actions: list[tuple[Any, ...]], n: int
+    name: str, per_ahead: int, actions: list[tuple[Any, ...]], n: int
 ) -> None:
-    run = Run(WRAPPED[name])
+    with patch.object(protecting, "_PER_AHEAD", per_ahead):
+        keep_the_protocol(Run(WRAPPED[name]), actions, n)
+
+
+def keep_the_protocol(run: Run, actions: list[tuple[Any, ...]], n: int) -> None:
     for action, *args in actions:
         getattr(run, action)(*args)
         run.check()
@@ -257,3 +270,30 @@ def test_with_a_broken_inner_policy_the_pool_goes_on_with_lru() -> None:
     assert cache.pool.policy_failures == 1
     held = [name for name in ("a", "ab", "x", "xy", "xyz") if cache.has(name)]
     assert held == ["x", "xy"]
+
+
+def test_saving_many_blocks_asks_the_inner_policy_few_times() -> None:
+    class Counting(LRU):
+        calls = 0
+
+        def victims(self, n: int) -> list[int]:
+            self.calls += 1
+            return super().victims(n)
+
+    inner = Counting()
+    policy = retention(inner, 0.5)
+    cache = Prompts(10_400, policy)
+    blocks = cache.pool.get_new_blocks(10_400)
+    keys = [key(str(number)) for number in range(10_400)]
+    for first in range(0, 5200, 100):
+        ctx = BlockContext(priority=1, session=str(first))
+        cache.pool.insert(
+            blocks[first : first + 100], keys[first : first + 100], ctx=ctx
+        )
+    cache.pool.insert(blocks[5200:], keys[5200:], ctx=NO_CONTEXT)
+    cache.pool.free_blocks(blocks)
+    expected = [*islice(policy.order(), 300)]
+    assert policy.victims(1) + policy.victims(299) == expected == blocks[5200:5500]
+    assert inner.calls < 120
+    assert 0 <= len(policy._due) <= len(policy._saved) // 8
+    policy.check()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvplugin import ConfigError
 from kvplugin.policies.eviction import BlockContext
 from kvplugin.policies.eviction.cost import CostAware, CostAwareOptions
+from tests.core.pool_helpers import key
 from tests.policies.prompts import Prompts
 
 STEEP = CostAwareOptions(attention_share_at=1, block_size=1)
@@ -109,6 +110,42 @@ def test_stale_entries_and_inheritances_stay_few() -> None:
     assert policy._queued < 1100
     assert len(policy._inherited) < 20
     cache.end(shared)
+
+
+def serve_head_first(cache: Prompts, prompt: str) -> None:
+    """As a window slides: each block is released by itself, after its parent."""
+    for block in cache.begin(prompt):
+        cache.pool.free_blocks([block])
+
+
+def test_inheritances_of_parents_that_lose_their_keys_are_dropped() -> None:
+    cache = cache_of(50)
+    for i in range(20):
+        serve_head_first(cache, chr(200 + i) + "abcdefgh")
+        cache.pool.reset_prefix_cache()
+    assert not cache.policy._inherited
+
+
+def test_inheritances_are_looked_through_seldom_and_bounded() -> None:
+    calls = 0
+
+    class Counting(CostAware):
+        def _drop_inherited(self) -> None:
+            nonlocal calls
+            calls += 1
+            super()._drop_inherited()
+
+    cache = Prompts(30, Counting(STEEP))
+    blocks = cache.pool.get_new_blocks(30)
+    for number in range(2000):
+        block, parent = blocks[number % 30], key(f"nowhere {number}")
+        cache.pool.insert([block], [key(str(number))], parent=parent, depth=1)
+        cache.pool.free_blocks([block])
+        assert len(cache.policy._inherited) <= 62
+        if number % 30 == 29:
+            cache.pool.reset_prefix_cache()
+            blocks = cache.pool.get_new_blocks(30)
+    assert 0 < calls <= 2000 // 31
 
 
 @settings(max_examples=40, deadline=None)

@@ -17,7 +17,7 @@ def test_it_is_a_set_sorted_by_ranks_that_change() -> None:
                 assert ranked.discard(block) == ranks.pop(block, None)
             case 1 if ranks:
                 least = min((rank, block) for block, rank in ranks.items())
-                assert ranked.pop() == least
+                assert ranked.first() == ranked.pop() == least
                 del ranks[least[1]]
             case _:
                 ranks[block] = (chance.randrange(9), chance.random())
@@ -44,5 +44,7 @@ def test_nothing_can_be_taken_from_an_empty_one() -> None:
     ranked.discard(1)
     with pytest.raises(IndexError):
         ranked.pop()
+    with pytest.raises(IndexError):
+        ranked.first()
     with pytest.raises(KeyError):
         ranked.rank_of(1)

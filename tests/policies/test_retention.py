@@ -7,6 +7,7 @@ import pytest
 from kvplugin import ConfigError
 from kvplugin.policies.eviction import LRU, BlockContext
 from kvplugin.policies.eviction.retention import Retention, RetentionOptions
+from tests.core.pool_helpers import key
 from tests.policies.prompts import Prompts
 
 HIGH, LOW = BlockContext(priority=2), BlockContext(priority=1)
@@ -145,6 +146,29 @@ def test_the_end_reaches_blocks_that_nobody_uses() -> None:
     assert cache.order() == ["ab", "a", "x", "q"]
 
 
+def test_requests_that_still_run_do_not_begin_an_ended_session_anew() -> None:
+    cache = cache_of(16, session_ttl=10)
+    ctx = session("s", priority=5)
+    running = cache.begin("ab", ctx)
+    cache.serve("x", ctx=session("s", priority=5, ends_session=True))
+    for now in (9, 18, 27):  # it fills blocks, and one that waited begins
+        at(cache, now)
+        cache.serve("ab" + chr(200 + now), ctx=ctx)
+    cache.end(running)
+    assert not cache.policy._claims
+    at(cache, 37)
+    cache.serve("c", ctx=ctx)  # after it was silent
+    assert list(cache.policy._claims) == ["s"]
+
+
+def test_few_ended_sessions_are_remembered() -> None:
+    cache = cache_of(4)
+    for i in range(5000):
+        cache.policy.hit([], session(str(i), ends_session=True))
+    assert len(cache.policy._ended) == 4096
+    assert "4999" in cache.policy._ended
+
+
 def test_what_another_session_claims_stays_protected() -> None:
     cache = cache_of(16, max_protected_share=1)
     cache.serve("ab", ctx=session("s", priority=5))
@@ -222,6 +246,41 @@ def test_a_session_that_is_renewed_has_one_end() -> None:
         cache.serve("x" + chr(200 + i), "y" + chr(200 + i))
     assert cache.has("a")
     assert len(cache.policy._expiries) == 1
+
+
+def test_ends_of_claims_that_are_gone_are_not_kept() -> None:
+    cache = cache_of(4)
+    for i in range(3000):
+        cache.serve("a" + chr(200 + i), ctx=until(1e9 + i))
+    assert len(cache.policy._expiries) < 1100
+    at(cache, 2e9)
+    assert not cache.policy._claims
+
+
+def test_renewing_a_session_looks_at_none_of_its_saved_blocks() -> None:
+    asked = 0
+
+    class Counting(Retention):
+        def _worth(self, what: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return super()._worth(what)
+
+    options = RetentionOptions(protect_sessions=True, session_ttl=10)
+    cache = Prompts(1000, Counting(LRU(), options))
+    letters = [chr(200 + i) for i in range(1000)]
+    cache.serve("".join(letters[:600]), ctx=session("s"))
+    cache.serve("".join(letters[600:]), ctx=session("t"))
+    cache.serve("x", ctx=session("s"))  # saves blocks up to the budget
+    assert len(cache.policy._saved) == 500
+    asked = 0
+    for now in range(20):
+        cache.pool.step(now, [], {})
+        row = cache.pool.get_new_blocks(1)
+        cache.pool.insert(row, [key(str(now))], ctx=session("s"))
+        cache.pool.free_blocks(row)
+    assert asked < 200
+    cache.pool.check()
 
 
 def test_claims_without_blocks_are_dropped() -> None:

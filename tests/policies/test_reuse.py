@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import count, islice
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvplugin.block_pool import BlockPool
 from kvplugin.policies.eviction import (
     LRU,
     NO_CONTEXT,
@@ -17,6 +19,7 @@ from kvplugin.policies.eviction import (
 )
 from kvplugin.policies.eviction.hazard import Learner
 from kvplugin.policies.eviction.reuse import Reuse
+from tests.core.pool_helpers import keys
 
 
 class Cache:
@@ -225,6 +228,34 @@ def test_groups_learn_apart() -> None:
     assert hits[0] > 50
     assert hits[1] == 0
     assert all(cache.holds(prompt, group=3) == 10 for prompt in loop)
+
+
+def test_it_learns_from_hits_and_from_no_other_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares = []
+
+    def count(self: Any, cls: int, slot: int, share: float, traits: Any) -> None:
+        shares.append(share)
+
+    monkeypatch.setattr(hazard.Learner, "hit", count)
+    policy = Reuse()
+    pool = BlockPool(21, policy=policy)
+    row = pool.get_new_blocks(8)
+    pool.insert(row, keys("abcdefgh"))
+    pool.free_blocks(row[::-1])
+    for _ in range(10):
+        pool.touch(row)
+        pool.free_blocks(row[::-1])
+    pool.touch(row)
+    pool.adopt(pool.get_new_blocks(1))  # not of these blocks
+    assert not shares
+    at_risk = [sum(cohort.at_risk.values()) for cohort in policy._cohorts]
+    assert sum(at_risk) <= 2  # runs of the last release, and no others
+    pool.free_blocks(row[::-1])
+    pool.adopt(row)
+    assert set(shares) == {1}
+    pool.check()
 
 
 def test_memory_of_keys_is_bounded() -> None:

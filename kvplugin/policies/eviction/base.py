@@ -7,7 +7,8 @@ between `release` (or the end of its last use) and the next `pin`, `forget` or
 
 - `insert` when a block in use is given a key; it becomes evictable at its `release`;
 - `pin` and `release` only where the reference count of a keyed block goes 0 -> 1 and
-  1 -> 0; a hit on an evictable block is `pin`, then `hit`;
+  1 -> 0; a hit on an evictable block is `pin`, then `hit`, and a `pin` without one is
+  no hit (a request comes back after a preemption, a tier keeps blocks while it writes);
 - a block returned by `victims` gets no `forget`; a key lost in any other way does.
 
 Key-less blocks and the null block are never shown. One call covers all blocks of one

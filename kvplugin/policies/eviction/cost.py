@@ -62,6 +62,9 @@ class CostAware:
     them (the tail comes first and is the dearest), a value does not fall while a block
     keeps its key, and a parent that is still in use inherits later. Among equals the
     one released first goes first.
+
+    O(log n) a block, victims amortised: one call passes over all entries of blocks that
+    have been used again since (about 20 ms for 100,000 blocks), and the next over none.
     """
 
     needs_steps = False
@@ -75,7 +78,8 @@ class CostAware:
         self._frequency = options.frequency
         self._age = 0.0
         self._inherited: dict[bytes, float] = {}
-        """By key, values of children whose parent was not released with them."""
+        """By key, values of children whose parent was not released with them; at most
+        two for each block of the pool."""
         self._last_run = 0
         # Runs may hold blocks that have left; `_drop_stale` bounds their number.
         self._heap: list[Run] = []
@@ -130,6 +134,8 @@ class CostAware:
         self._length -= sum(self._runs[block] != 0 for block in ids)
         for block in ids:
             self._runs[block] = 0
+            if self._inherited:
+                self._inherited.pop(self._info(block).key, None)
 
     def victims(self, n: int) -> list[int]:
         if n > self._length:
@@ -182,7 +188,10 @@ class CostAware:
                 floor = max(floor, inherited)
             values.append(floor)
         if ids and (parent := self._info(ids[-1]).parent_key) is not None:
-            self._inherited[parent] = max(floor, self._inherited.get(parent, 0.0))
+            # Anew, so that the ones of latest change are last.
+            self._inherited[parent] = max(floor, self._inherited.pop(parent, 0.0))
+            if len(self._inherited) > 2 * len(self._runs):
+                self._drop_inherited()
         return values
 
     def _queue(self, value: float, blocks: list[int]) -> None:
@@ -203,10 +212,10 @@ class CostAware:
             self._heap = [run for run in fresh if run[2]]
             heapq.heapify(self._heap)
             self._queued = self._length
-        if len(self._inherited) > 2 * len(self._runs):
-            # What is not above the age makes no difference to any value.
-            self._inherited = {
-                key: value
-                for key, value in self._inherited.items()
-                if value > self._age
-            }
+
+    def _drop_inherited(self) -> None:
+        """Keep at most one for each block, those that changed last: due only after as
+        many releases, so amortised O(1). Others are mostly of parents that are gone."""
+        # What is not above the age makes no difference to any value.
+        kept = [entry for entry in self._inherited.items() if entry[1] > self._age]
+        self._inherited = dict(kept[-len(self._runs) :])

@@ -9,6 +9,8 @@ from kvplugin.policies.eviction.base import BlockContext, BlockInfo
 
 _SLACK: Final = 1024
 """Stale entries that are never worth a clean-up."""
+_LOOKED_AT: Final = 256
+"""Entries of a torn release that are looked at together, at least."""
 
 
 class LRU:
@@ -79,17 +81,27 @@ class LRU:
     def _next_victims(self, n: int) -> list[int]:
         """At most `n`, all of the oldest release; perhaps none, and then it is gone."""
         number, blocks = self._releases[0]
-        first = blocks[-n:]
-        del blocks[-n:]
+        if number in self._torn:
+            first = self._take_from_torn(number, blocks, n)
+        else:
+            first = blocks[-n:]
+            del blocks[-n:]
         first.reverse()
         self._queued -= len(first)
-        if number in self._torn:
-            stamps = self._stamps
-            first = [block for block in first if stamps[block] == number]
         if not blocks:
             self._releases.popleft()
             self._torn.discard(number)
         return first
+
+    def _take_from_torn(self, number: int, blocks: list[int], n: int) -> list[int]:
+        """Last blocks of a torn release, at most `n`. It looks at many, so that few
+        victims do not cost a call each for the stale entries before them."""
+        stamps = self._stamps
+        last = blocks[-max(n, _LOOKED_AT) :]
+        fresh = [block for block in last if stamps[block] == number]
+        blocks[-len(last) :] = fresh[:-n]
+        self._queued -= len(last) - len(fresh)
+        return fresh[-n:]
 
     def step(
         self, now: float, soon: Iterable[bytes], dropped: Mapping[bytes, int]

@@ -12,7 +12,8 @@ pool without victims.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from kvplugin.errors import IntegrityError
 from kvplugin.policies.eviction.base import (
@@ -22,17 +23,27 @@ from kvplugin.policies.eviction.base import (
     EvictionPolicy,
     needs,
 )
+from kvplugin.policies.eviction.ranked_groups import RankedGroups
 from kvplugin.policies.eviction.ranked_set import Rank, RankedSet
 
-Protection = tuple[float, float]
-"""How much a block is worth protecting; greater is more."""
+_PER_AHEAD: Final = 8
+"""Blocks saved in vain for each that the inner policy is then asked for ahead."""
+_MOST_AHEAD: Final = 256
+
+Protection = tuple[Hashable, float]
+"""What protects a block, and among all that it protects the block's rank; those of
+greater rank are kept longer."""
 
 
 class Protecting:
     """Saves blocks up to a budget; beyond it those worth least are victims.
 
-    Subclasses say what is protected (`_protection`), and of which blocks that has
-    changed (`_reconsider`).
+    Subclasses say what protects a block (`_protection`), how much that is worth
+    (`_worth`), and of which blocks it has changed (`_reconsider`).
+
+    When the inner policy chooses many protected blocks in a row it is asked for more
+    than is wanted, an eighth of the blocks so far. What is not protected of the surplus
+    goes next.
 
     Args:
         inner: ranks the blocks. It hears of every insert and hit.
@@ -46,11 +57,12 @@ class Protecting:
     def __init__(self, inner: EvictionPolicy, max_share: float) -> None:
         self._inner = inner
         self._max_share = max_share
-        self._saved = RankedSet()
-        """By (protection, serial number)."""
+        self._saved = RankedGroups(self._worth)
+        """By what protects them, then by (rank, serial number)."""
         self._due = RankedSet()
-        """Saved and protected no longer, by serial number. Nothing more is saved while
-        there are such blocks, so they are within the budget."""
+        """Chosen by the inner policy and not protected, or no longer, by serial
+        number. Nothing more is saved while there are such blocks, so they are within
+        the budget."""
         self._last_serial = 0
         for what in ("needs_info", "needs_hits", "needs_steps"):
             setattr(self, what, needs(self, what) or needs(inner, what))
@@ -86,8 +98,10 @@ class Protecting:
         if n > len(self):
             raise ValueError(f"{n} victims wanted, {len(self)} evictable")
         victims: list[int] = []
+        saved_before = len(self._saved)
         while len(victims) < n:
-            victims += self._next_victims(n - len(victims))
+            ahead = (len(self._saved) - saved_before) // _PER_AHEAD
+            victims += self._next_victims(n - len(victims), min(ahead, _MOST_AHEAD))
         self._save_no_longer(victims)
         self._lose_keys(victims)
         return victims
@@ -99,15 +113,15 @@ class Protecting:
 
     def order(self) -> Iterator[int]:
         yield from self._due
-        ranks = ((block, self._saved.rank_of(block)) for block in self._saved)
-        saved = [(self._rank(block, rank[-1]), block) for block, rank in ranks]
+        saved = [*self._saved.ranks()]
         heapq.heapify(saved)
         for serial, block in enumerate(self._inner.order(), self._last_serial + 1):
             protection = self._protection(block)
             if protection is None:
                 yield block
                 continue
-            heapq.heappush(saved, ((*protection, serial), block))
+            what, rank = protection
+            heapq.heappush(saved, ((*self._worth(what), rank, serial), block))
             if len(saved) > self._budget:
                 yield heapq.heappop(saved)[1]
         yield from (block for _, block in sorted(saved))
@@ -128,8 +142,13 @@ class Protecting:
     # -- for subclasses ------------------------------------------------------------
 
     def _protection(self, block: int) -> Protection | None:
-        """How a keyed block is protected now, None if it is not. A rise needs no
-        notice (`_reconsider`)."""
+        """How a keyed block is protected now, None if it is not. If that changes,
+        `_reconsider` is told."""
+        raise NotImplementedError
+
+    def _worth(self, what: Hashable) -> Rank:
+        """How much it is worth to keep what this protects; greater is more. It may
+        rise at any time, and does not fall."""
         raise NotImplementedError
 
     def _lose_keys(self, ids: Sequence[int]) -> None:
@@ -142,17 +161,12 @@ class Protecting:
         """Those of the blocks that were saved come into use or are victims."""
 
     def _reconsider(self, ids: Iterable[int]) -> None:
-        """The protection of these blocks has begun, fallen or ended; only of those
+        """The protection of these blocks has begun, changed or ended; only of those
         that are saved it makes a difference now."""
         for block in ids:
             rank = self._saved.discard(block) or self._due.discard(block)
-            if rank is None:
-                continue
-            protection = self._protection(block)
-            if protection is None:
-                self._due.put(block, rank[-1:])
-            else:
-                self._saved.put(block, (*protection, rank[-1]))
+            if rank is not None:
+                self._put(block, self._protection(block), rank[-1])
 
     # -- inside --------------------------------------------------------------------
 
@@ -167,37 +181,36 @@ class Protecting:
         gone = set(unknown)
         return [block for block in ids if block not in gone], unknown
 
-    def _next_victims(self, n: int) -> list[int]:
-        """At most `n`; none if all that the inner policy chose are saved."""
+    def _next_victims(self, n: int, ahead: int) -> list[int]:
+        """At most `n`; none if all that the inner policy chose are saved.
+
+        Args:
+            n: victims wanted.
+            ahead: how many more the inner policy is asked for. As many as the budget
+                has room for at most, so that those which go next are within it.
+        """
         if self._due:
             return [self._due.pop()[1] for _ in range(min(n, len(self._due)))]
         if not len(self._inner):
-            return [self._pop_least()[1] for _ in range(n)]
-        victims = []
-        for block in self._inner.victims(min(n, len(self._inner))):
+            return [self._saved.pop() for _ in range(n)]
+        ahead = min(ahead, self._budget - len(self._saved))
+        victims: list[int] = []
+        for block in self._inner.victims(min(n + ahead, len(self._inner))):
             protection = self._protection(block)
-            if protection is None:
+            if protection is None and len(victims) < n:
                 victims.append(block)
                 continue
             self._last_serial += 1
-            self._saved.put(block, (*protection, self._last_serial))
+            self._put(block, protection, self._last_serial)
             self._save_now(block)
             if len(self._saved) > self._budget:
-                victims.append(self._pop_least()[1])
+                victims.append(self._saved.pop())
         return victims
 
-    def _rank(self, block: int, serial: float) -> Rank:
-        protection = self._protection(block)
+    def _put(self, block: int, protection: Protection | None, serial: float) -> None:
+        """Save the block, or let it go next if nothing protects it."""
         if protection is None:
-            raise IntegrityError(f"block {block} is saved and not protected")
-        return (*protection, serial)
-
-    def _pop_least(self) -> tuple[Rank, int]:
-        """Take out the saved block worth least. Ranks are too low at most, so the
-        first one that is true is the least."""
-        while True:
-            rank, block = self._saved.pop()
-            true = self._rank(block, rank[-1])
-            if true == rank:
-                return rank, block
-            self._saved.put(block, true)
+            self._due.put(block, (serial,))
+        else:
+            what, rank = protection
+            self._saved.put(block, what, (rank, serial))

@@ -1,13 +1,14 @@
 """Protect what requests in the waiting queue are about to hit."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Final, cast
 
 import msgspec
 
 from kvplugin.errors import IntegrityError, check_ranges
 from kvplugin.policies.eviction.base import EvictionPolicy
 from kvplugin.policies.eviction.protecting import Protecting, Protection
+from kvplugin.policies.eviction.ranked_set import Rank
 
 
 class QueueInformedOptions(
@@ -75,7 +76,11 @@ class QueueInformed(Protecting):
             return None
         info = self._info(block)
         wanted = self._wanted.get(info.key)
-        return wanted and (-wanted[1], -info.depth)
+        return wanted and (wanted[1], -info.depth)
+
+    def _worth(self, what: Hashable) -> Rank:
+        """Of all that is wanted since this step."""
+        return (-cast("int", what),)
 
     def _save_now(self, block: int) -> None:
         key = self._key_of[block] = self._info(block).key

@@ -47,11 +47,20 @@ class RankedSet:
         Raises:
             IndexError: the set is empty.
         """
-        while True:
-            entry = heapq.heappop(self._heap)
-            if self._entries.get(entry[1]) is entry:
-                del self._entries[entry[1]]
-                return entry
+        entry = self.first()
+        heapq.heappop(self._heap)
+        del self._entries[entry[1]]
+        return entry
+
+    def first(self) -> tuple[Rank, int]:
+        """The block of least rank, which stays.
+
+        Raises:
+            IndexError: the set is empty.
+        """
+        while not self._is_true(entry := self._heap[0]):
+            heapq.heappop(self._heap)
+        return entry
 
     def rank_of(self, block: int) -> Rank:
         """Rank of the block.

@@ -1,19 +1,25 @@
 """Protect what requests ask to keep: by priority, by time, by session."""
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
 from kvplugin.errors import IntegrityError, check_ranges
 from kvplugin.policies.eviction.base import BlockContext, BlockInfo, EvictionPolicy
 from kvplugin.policies.eviction.protecting import Protecting, Protection
+from kvplugin.policies.eviction.ranked_set import Rank
 
 _MOST_CLAIMS: Final = 8
 """Claims that a block remembers, the strongest ones and of equals the latest."""
+_MOST_ENDED: Final = 4096
+"""Sessions remembered that have ended."""
+_SLACK: Final = 1024
+"""Entries of claims that are gone which are never worth a clean-up."""
 
 
 class RetentionOptions(
@@ -29,7 +35,8 @@ class RetentionOptions(
     protect_sessions: bool = False
     """Protect the blocks of every session until it ends or is silent for long."""
     session_ttl: float = 600.0
-    """Seconds after its last request that such a session is protected."""
+    """Seconds after its last request that such a session is protected, and after which
+    it may begin anew if it has ended."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -57,7 +64,7 @@ class _Claim:
     """Keyed blocks that remember it."""
 
     @property
-    def protection(self) -> Protection:
+    def worth(self) -> tuple[int, float]:
         return self.priority, self.expires_at
 
 
@@ -74,7 +81,9 @@ class Retention(Protecting):
     All requests of a session make one claim: each can raise its priority and its
     expiry, for all of its blocks. A request with `ends_session` drops the claim at once
     and makes none, so what it releases later is not protected either, unless somebody
-    else claims it. A block remembers eight claims and counts as its strongest; a prefix
+    else claims it. Nor do other requests of the session that still run: what has ended
+    claims nothing until it was silent for `session_ttl` (4,096 sessions are
+    remembered). A block remembers eight claims and counts as its strongest; a prefix
     is claimed as a whole, so a block has the claims of its descendants.
 
     Args:
@@ -95,8 +104,11 @@ class Retention(Protecting):
         self._claims_of: dict[int, list[_Claim]] = {}
         """By block."""
         self._expiries: list[tuple[float, int, _Claim]] = []
-        """A heap with one entry, perhaps too early, for each claim that expires."""
+        """A heap with one entry, perhaps too early, for each claim that expires; and
+        for claims that are gone, but not many more of them."""
         self._num_claims = 0
+        self._ended: OrderedDict[str, float] = OrderedDict()
+        """When sessions that have ended may begin anew, the earliest first."""
 
     def bind(self, num_blocks: int, info: Callable[[int], BlockInfo]) -> None:
         super().bind(num_blocks, info)
@@ -136,12 +148,13 @@ class Retention(Protecting):
             raise IntegrityError("retention: claims and blocks disagree")
 
     def _protection(self, block: int) -> Protection | None:
+        # Blocks of a prefix have the same claims, so that they are ranked together.
         claims = self._claims_of.get(block)
-        if not claims:
-            return None
-        if len(claims) == 1:  # mostly
-            return claims[0].protection
-        return max(claim.protection for claim in claims)
+        return (tuple(claims), 0) if claims else None
+
+    def _worth(self, what: Hashable) -> Rank:
+        """Of blocks that all have these claims."""
+        return max(claim.worth for claim in cast("tuple[_Claim, ...]", what))
 
     def _lose_keys(self, ids: Sequence[int]) -> None:
         for block in ids:
@@ -150,8 +163,8 @@ class Retention(Protecting):
 
     def _heed(self, ids: Sequence[int], ctx: BlockContext) -> None:
         if ctx.ends_session:
-            claim = self._claims.get(ctx.session)
-            self._end([claim] if claim else [])
+            if ctx.session is not None:
+                self._end_session(ctx.session)
         elif (claim := self._claim_for(ctx)) is not None:
             for block in ids:
                 self._remember(block, claim)
@@ -166,7 +179,7 @@ class Retention(Protecting):
             if ctx.session is None or not self._options.protect_sessions:
                 return None
             expires_at = self._now + self._options.session_ttl
-        if expires_at <= self._now:
+        if expires_at <= self._now or self._has_ended(ctx.session):
             return None
         key = (priority, expires_at) if ctx.session is None else ctx.session
         claim = self._claims.get(key)
@@ -181,6 +194,10 @@ class Retention(Protecting):
         if claim.expires_at < inf:
             self._num_claims += 1
             heapq.heappush(self._expiries, (claim.expires_at, self._num_claims, claim))
+            if len(self._expiries) > 2 * len(self._claims) + _SLACK:
+                live = self._claims.get
+                self._expiries = [e for e in self._expiries if live(e[2].key) is e[2]]
+                heapq.heapify(self._expiries)
 
     def _remember(self, block: int, claim: _Claim) -> None:
         claims = self._claims_of.get(block, [])
@@ -189,14 +206,31 @@ class Retention(Protecting):
         if claim.session is not None and len(claim.blocks) >= self._session_budget:
             return
         if len(claims) == _MOST_CLAIMS:
-            weakest = min(claims, key=lambda claim: claim.protection)
-            if weakest.protection > claim.protection:
+            weakest = min(claims, key=lambda claim: claim.worth)
+            if weakest.worth > claim.worth:
                 return
             claims.remove(weakest)
             self._leave(weakest, block)
         self._claims_of[block] = claims
         claims.append(claim)
         claim.blocks.add(block)
+
+    def _end_session(self, session: str) -> None:
+        claim = self._claims.get(session)
+        self._end([claim] if claim else [])
+        self._ended[session] = self._now + self._options.session_ttl
+        self._ended.move_to_end(session)
+        if len(self._ended) > _MOST_ENDED:
+            self._ended.popitem(last=False)
+
+    def _has_ended(self, session: str | None) -> bool:
+        """Whether a request of this session may claim nothing. It shows that the
+        session is not silent yet."""
+        until = None if session is None else self._ended.pop(session, None)
+        if session is None or until is None or until <= self._now:
+            return False
+        self._ended[session] = self._now + self._options.session_ttl
+        return True
 
     def _end(self, ended: Iterable[_Claim]) -> None:
         for claim in ended:

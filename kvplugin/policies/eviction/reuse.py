@@ -63,7 +63,9 @@ class Reuse:
         self._lines: dict[int, Line] = {}
         self._known: OrderedDict[bytes, Run] = OrderedDict()
         self._max_known = 0
-        self._deepest_pin: tuple[int, Run] | None = None
+        # Of the last pin its last block and the runs of all; None once it is settled
+        # whether that was a hit.
+        self._last_pin: tuple[int, list[Run]] | None = None
         self._learners: list[Learner] = []
         self._learner_of: dict[int, Learner] = {}
         # Index: slot of age.
@@ -110,26 +112,30 @@ class Reuse:
             return
         block = ids[-1]
         hit = self._info(block).depth + 1
-        if self._deepest_pin is not None and self._deepest_pin[0] == block:
-            line = continue_run(self._deepest_pin[1], hit, ctx)
-        else:  # shared with a request that still runs
-            line = Line(ctx.turn, hit, hit, ctx.ends_session)
+        line = Line(ctx.turn, hit, hit, ctx.ends_session)
+        if self._last_pin is not None and self._last_pin[0] in ids:
+            deepest, runs = self._last_pin
+            if deepest == block:  # else shared with a request that still runs
+                line = continue_run(runs[-1], hit, ctx)
+            for run in dict.fromkeys(runs):
+                self._count_hit(run, runs.count(run))
+            self._last_pin = None
         self._lines[block] = line
-        self._deepest_pin = None
 
     def pin(self, ids: Sequence[int]) -> None:
+        """A hit to learn from only if `hit` follows."""
         if not ids:
             return
+        self._settle_last_pin()
         run_of = self._run_of
         runs = [run for block in ids if (run := run_of[block]) is not None]
-        self._deepest_pin = (ids[-1], runs[-1])
+        self._last_pin = ids[-1], runs
         self._leave(ids, runs)
-        for run in dict.fromkeys(runs):
-            self._count_hit(run, runs.count(run))
 
     def release(self, ids: Sequence[int]) -> None:
         if not ids:
             return
+        self._settle_last_pin()
         self._tick()
         info = self._info(ids[0])
         learner = self._learner_of.get(info.group) or self._meet(info.group)
@@ -268,12 +274,27 @@ class Reuse:
             self._learners[cls // NUM_CLASSES].survived(cls, slot, runs)
 
     def _count_hit(self, run: Run, blocks: int) -> None:
+        slot, share = self._end_risk(run, blocks)
+        learner = self._learners[run.cls // NUM_CLASSES]
+        learner.hit(run.cls, slot, share, run.traits)
+
+    def _settle_last_pin(self) -> None:
+        """The last pin was no hit if none followed: what becomes of its blocks says
+        nothing of their runs any more."""
+        if self._last_pin is not None:
+            runs = self._last_pin[1]
+            for run in dict.fromkeys(runs):
+                self._end_risk(run, runs.count(run))
+            self._last_pin = None
+
+    def _end_risk(self, run: Run, blocks: int) -> tuple[int, float]:
+        """Returns the age of a run, as a slot, and the share of it that these blocks
+        are and that was at risk until now."""
         share = min(max(0, blocks) / run.size, run.at_risk)
         run.at_risk -= share
         slot = hazard.slot_of(run.birth, self._epoch)
         self._cohorts[slot].at_risk[run.cls] -= share
-        learner = self._learners[run.cls // NUM_CLASSES]
-        learner.hit(run.cls, slot, share, run.traits)
+        return slot, share
 
     def _learn(self) -> None:
         for learner in self._learners:

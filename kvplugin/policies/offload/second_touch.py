@@ -15,7 +15,8 @@ class SecondTouchOptions(
     """Options of `SecondTouch`."""
 
     memory: int = 65_536
-    """Keys that are remembered, those seen last; about 200 bytes each."""
+    """Keys that are remembered, those seen last, and of one prompt its first ones;
+    about 200 bytes each."""
 
     def __post_init__(self) -> None:
         check_ranges(self, {"memory": (1, 2**30)})
@@ -33,10 +34,12 @@ class SecondTouch:
         """By whom a key was seen; None: by two."""
 
     def admit(self, keys: Sequence[bytes], ctx: OffloadContext) -> Sequence[bool]:
-        mask = [self._touch(key, ctx.request_id) for key in keys]
+        # The tail first: a block is of no use without those before it, so what comes
+        # last is what should be forgotten first.
+        mask = [self._touch(key, ctx.request_id) for key in reversed(keys)]
         while len(self._seen) > self._memory:
             self._seen.popitem(last=False)
-        return mask
+        return mask[::-1]
 
     def _touch(self, key: bytes, request_id: str) -> bool:
         before = self._seen.get(key, request_id)
