@@ -127,6 +127,11 @@ class BlockPool:
         """Whether `step` makes a difference to the eviction policy."""
         return self._ranking.wants_steps
 
+    @property
+    def wants_demand(self) -> bool:
+        """Whether `step` is to be told which keys waiting requests want."""
+        return self._ranking.wants_demand
+
     def get_usage(self) -> float:
         """Share of the usable blocks in use, 0 to 1."""
         usable = self.num_usable_blocks
@@ -350,9 +355,7 @@ class BlockPool:
         """`touch` by a request that will read the blocks: the policy hears a hit."""
         self.touch(ids)
         if self._ranking.wants_hits:
-            keyed = [block for block in ids if self._hashes[block] is not None]
-            if keyed:
-                self._ranking.hit(keyed, ctx)
+            self._ranking.hit([b for b in ids if self._hashes[b] is not None], ctx)
 
     def free_blocks(self, ids: Iterable[int]) -> None:
         """Drop one reference of each block; list what should be evicted first, first
@@ -399,8 +402,7 @@ class BlockPool:
             if not 0 <= block < self.num_blocks:
                 raise IntegrityError(
                     f"block {block} is outside the pool of {self.num_blocks}: whoever "
-                    f"reported it (a connector's worker?) may only name blocks that "
-                    f"were allocated"
+                    f"reported it (a worker?) may only name allocated blocks"
                 )
             if self._hashes[block] is not None:
                 keyed.append(block)
@@ -417,8 +419,7 @@ class BlockPool:
         """Forget every key at once; blocks in use stay in use without one."""
         keyed = self._keys.keyed()
         idle = [block for block in keyed if not self._refs[block]]
-        if keyed:
-            self._ranking.forget(keyed, len(idle))
+        self._ranking.forget(keyed, len(idle))
         self._keys.clear()
         self._unkeyed += idle
         if self._residency is not None:

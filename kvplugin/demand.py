@@ -111,7 +111,7 @@ class HitKeys:
     def __call__(self, request: RequestLike) -> list[bytes]:
         """The keys, group by group."""
         keys: list[bytes] = []
-        if not self._pool.wants_steps or request.skip_reading_prefix_cache:
+        if not self._pool.wants_demand or request.skip_reading_prefix_cache:
             return keys
         for manager in self._managers:
             most = min((request.num_tokens - 1) // manager.block_size, self._most)

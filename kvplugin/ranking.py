@@ -14,6 +14,7 @@ from kvplugin.policies.eviction import (
     BlockContext,
     BlockInfo,
     EvictionPolicy,
+    hears_demand,
     needs,
 )
 
@@ -57,6 +58,11 @@ class Ranking:
         """Whether `step` makes a difference to the policy."""
         return self._wants_steps
 
+    @property
+    def wants_demand(self) -> bool:
+        """Whether the policy wants to know which keys waiting requests want."""
+        return self._wants_demand
+
     def __len__(self) -> int:
         """Evictable blocks, as the pool counts them."""
         return self._count
@@ -67,7 +73,8 @@ class Ranking:
 
     def hit(self, ids: Sequence[int], ctx: BlockContext) -> None:
         """A request adopted these blocks."""
-        self._tell(self._policy.hit, self._for_policy(ids), ctx)
+        if ids:
+            self._tell(self._policy.hit, self._for_policy(ids), ctx)
 
     def pin(self, ids: Sequence[int]) -> None:
         """Evictable blocks come into use."""
@@ -139,6 +146,7 @@ class Ranking:
         self._is_own = type(policy) is LRU
         self._wants_hits = needs(policy, "needs_hits")
         self._wants_steps = needs(policy, "needs_steps")
+        self._wants_demand = hears_demand(policy)
         self._policy = policy
         policy.bind(len(self._refs), self._info)
 

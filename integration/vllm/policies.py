@@ -91,8 +91,8 @@ class Policies:
             ranking = getattr(pool, "kvp", None)
             if ranking is None:
                 log_missing(EVICTION, f"the block pool is a {type(pool).__name__}")
-        steps = ranking is not None and ranking.wants_steps
-        turns = hooks.orders_waiting or hooks.chooses_admission or steps
+        demand = ranking is not None and ranking.wants_demand
+        turns = hooks.orders_waiting or hooks.chooses_admission or demand
         steering = Steering(
             scheduler,
             hooks,

@@ -191,6 +191,11 @@ class PolicyQueue:
         """Whether `step` makes a difference to the policy."""
         return self._ranking.wants_steps
 
+    @property
+    def wants_demand(self) -> bool:
+        """Whether `step` is to be told which keys waiting requests want."""
+        return self._ranking.wants_demand
+
     def settle(self) -> None:
         """Blocks that were removed one by one come into use in one call.
 

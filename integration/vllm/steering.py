@@ -44,7 +44,7 @@ class Steering:
         self._turns: Turns | None = None
         self._victims = VictimChooser(scheduler, hooks) if victims else None
         if turns:
-            if self._ranking is not None:
+            if self._ranking is not None and self._ranking.wants_demand:
                 self._demand = Demand(WantedKeys(scheduler.kv_cache_manager))
             self._turns = Turns(scheduler, hooks, self._demand or Nobody())
 

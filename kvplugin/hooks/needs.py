@@ -62,6 +62,7 @@ BLOCK_POOL: Final = Needs(
         "events_enabled",
         "medium",
         "wants_steps",
+        "wants_demand",
         "listener",
     ),
 )

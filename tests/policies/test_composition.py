@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplugin import ConfigError
+from kvplugin import BlockPool, ConfigError
 from kvplugin.hooks import EvictionPolicyContext, Hooks
 from kvplugin.policies.eviction import (
     LRU,
@@ -297,3 +297,20 @@ def test_saving_many_blocks_asks_the_inner_policy_few_times() -> None:
     assert inner.calls < 120
     assert 0 <= len(policy._due) <= len(policy._saved) // 8
     policy.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("lru", False),
+        ("reuse", False),
+        ("retention", False),
+        ("retention+reuse", False),
+        ("queue", True),
+        ("retention+queue+lru", True),
+    ],
+)
+def test_demand_is_followed_only_for_who_reads_it(name: str, wanted: bool) -> None:
+    pool = BlockPool(4, policy=make(name))
+    assert pool.wants_demand is wanted
+    assert pool.wants_steps is (wanted or "retention" in name)

@@ -6,6 +6,7 @@ from kvplugin.policies.eviction.base import (
     BlockInfo,
     EvictionPolicy,
     context_of,
+    hears_demand,
     needs,
 )
 from kvplugin.policies.eviction.lru import LRU
@@ -17,5 +18,6 @@ __all__ = [
     "BlockInfo",
     "EvictionPolicy",
     "context_of",
+    "hears_demand",
     "needs",
 ]

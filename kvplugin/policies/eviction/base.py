@@ -63,8 +63,9 @@ class EvictionPolicy(Protocol):
 
     - `needs_info`: it calls `info`. A pool that keeps no lineage is a third faster.
     - `needs_hits`: its `hit` makes a difference.
-    - `needs_steps`: its `step` makes a difference. The keys that waiting requests want
-      are followed only for such a policy.
+    - `needs_steps`: its `step` makes a difference.
+    - `needs_demand`: `soon` and `dropped` do, too. The keys that waiting requests want
+      are followed only for such a policy; others get none.
     """
 
     def bind(self, num_blocks: int, info: Callable[[int], BlockInfo]) -> None:
@@ -121,3 +122,8 @@ def needs(policy: EvictionPolicy, what: str) -> bool:
     """
     said = {**vars(type(policy)), **getattr(policy, "__dict__", {})}
     return bool(said.get(what, True))
+
+
+def hears_demand(policy: EvictionPolicy) -> bool:
+    """Whether the keys that waiting requests want make a difference to a policy."""
+    return needs(policy, "needs_steps") and needs(policy, "needs_demand")

@@ -21,6 +21,7 @@ from kvplugin.policies.eviction.base import (
     BlockContext,
     BlockInfo,
     EvictionPolicy,
+    hears_demand,
     needs,
 )
 from kvplugin.policies.eviction.ranked_groups import RankedGroups
@@ -53,6 +54,7 @@ class Protecting:
     needs_info = True
     needs_hits = True
     needs_steps = True
+    needs_demand = True
 
     def __init__(self, inner: EvictionPolicy, max_share: float) -> None:
         self._inner = inner
@@ -64,6 +66,7 @@ class Protecting:
         number. Nothing more is saved while there are such blocks, so they are within
         the budget."""
         self._last_serial = 0
+        self.needs_demand = hears_demand(self) or hears_demand(inner)
         for what in ("needs_info", "needs_hits", "needs_steps"):
             setattr(self, what, needs(self, what) or needs(inner, what))
 

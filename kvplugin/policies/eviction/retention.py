@@ -92,6 +92,7 @@ class Retention(Protecting):
     """
 
     needs_info = False
+    needs_demand = False
 
     def __init__(
         self, inner: EvictionPolicy, options: RetentionOptions = _DEFAULTS
