@@ -3,7 +3,9 @@
 import logging
 from typing import Any, Final
 
-from kvplugin.hints import hints_of
+from msgspec import structs
+
+from kvplugin.hints import RequestHints, hints_of
 from kvplugin.request import RequestError
 
 logger = logging.getLogger("vllm.kvplugin.hints")
@@ -13,7 +15,8 @@ _MOST_WARNINGS: Final = 16
 
 
 class HintReader:
-    """Reads hints from `SamplingParams.extra_args` and `kv_transfer_params`.
+    """Reads hints from `SamplingParams.extra_args` and `kv_transfer_params`, and the
+    session from the request's `session_id` (vLLM 0.32) where they name none.
 
     Hints that make no sense are left out: a client's mistake harms nobody else. Each
     kind of mistake is logged once.
@@ -34,6 +37,7 @@ class HintReader:
             hints = hints_of(
                 getattr(parameters, "extra_args", None), request.kv_transfer_params
             )
+            hints = _in_session(hints, getattr(request, "session_id", None))
             if hints is not None:
                 request.block_context = hints.context(now, request)
         except RequestError as error:
@@ -51,3 +55,9 @@ class HintReader:
                 request_id,
                 mistake,
             )
+
+
+def _in_session(hints: RequestHints | None, session: str | None) -> RequestHints | None:
+    if not session or (hints is not None and hints.session is not None):
+        return hints
+    return structs.replace(hints or RequestHints(), session=session)

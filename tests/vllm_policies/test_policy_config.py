@@ -127,6 +127,17 @@ def test_hints_become_the_block_context():
 
 
 @pytest.mark.parametrize(
+    ("hints", "session"),
+    [(None, "theirs"), ({"priority": 4}, "theirs"), ({"session": "ours"}, "ours")],
+)
+def test_the_session_of_vllm_counts_where_hints_name_none(hints, session):
+    request = request_with(hints and {"kvplugin": hints})
+    request.session_id = "theirs"
+    HintReader().read(request, 100.0)
+    assert request.block_context.session.endswith(f":{session}")
+
+
+@pytest.mark.parametrize(
     ("extra_args", "params"),
     [
         (None, None),
