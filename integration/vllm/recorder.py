@@ -110,6 +110,8 @@ def _locked(path: str) -> IO[bytes]:
 def _cached_tokens(request: Any, prefill: Any) -> int | None:
     """Tokens of the prompt that were not computed; None if it never ran."""
     if prefill is not None:
-        return int(prefill.num_cached_tokens) if prefill.num_prompt_tokens else None
-    cached = getattr(request, "num_cached_tokens", -1)  # vLLM 0.19
-    return int(cached) if cached >= 0 else None
+        cached = prefill.num_cached_tokens if prefill.num_prompt_tokens else -1
+    else:
+        cached = getattr(request, "num_cached_tokens", -1)  # vLLM 0.19
+    # After a preemption some of the answer may have been found again.
+    return min(int(cached), request.num_prompt_tokens) if cached >= 0 else None

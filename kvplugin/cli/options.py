@@ -1,30 +1,82 @@
 """Options that several commands take, and what their values are read as."""
 
 import json
+import re
 from collections.abc import Callable
-from typing import Any
+from math import isfinite
+from typing import Any, Final
 
 import click
 
 from kvplugin.replay.settings import FORMATS, PARTIALS
 
+_UNITS: Final = {"": 1, "k": 1_000, "m": 1_000_000}
+_BLOCKS: Final = re.compile(r"([0-9]{1,12})([kKmM]?)")
+
 _Callback = Callable[[click.Context, click.Parameter, str], Any]
 
 
-def listed(kind: Callable[[str], Any]) -> _Callback:
-    """Callback of an option whose value is a list between commas: a tuple.
-
-    Args:
-        kind: what each part is turned into.
-    """
+def one(kind: Callable[[str], Any]) -> _Callback:
+    """Callback of an option whose value `kind` reads, raising `ValueError`."""
 
     def convert(ctx: click.Context, param: click.Parameter, value: str) -> Any:
         try:
-            return tuple(kind(part) for part in value.split(","))
+            return kind(value.strip())
         except ValueError as error:
             raise click.BadParameter(str(error), ctx, param) from error
 
     return convert
+
+
+def listed(kind: Callable[[str], Any]) -> _Callback:
+    """Callback of an option whose value is a list between commas: a tuple, without
+    repetitions.
+
+    Args:
+        kind: what each part is turned into.
+    """
+    return one(
+        lambda value: tuple(
+            dict.fromkeys(kind(part.strip()) for part in value.split(","))
+        )
+    )
+
+
+def name(text: str) -> str:
+    """Some name.
+
+    Raises:
+        ValueError: it is empty.
+    """
+    if not text:
+        raise ValueError("a name is empty: is there a comma too many?")
+    return text
+
+
+def blocks_or_none(text: str) -> int:
+    """A number of blocks, such as ``500``, ``2k`` (thousand) or ``1M`` (million).
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    found = _BLOCKS.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no number of blocks, such as 500, 2k or 1M")
+    return int(found[1]) * _UNITS[found[2].lower()]
+
+
+def blocks(text: str) -> int:
+    """`blocks_or_none`, at least 1."""
+    if not (count := blocks_or_none(text)):
+        raise ValueError(f"{text!r}: at least 1 block is needed")
+    return count
+
+
+def finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    """Callback that refuses what no range refuses."""
+    if not isfinite(value):
+        raise click.BadParameter(f"{value} is no number", ctx, param)
+    return value
 
 
 def json_tables(

@@ -8,8 +8,8 @@ import click
 
 from kvplugin.cli import options
 from kvplugin.cli.tables import progress, show_facts, show_table
-from kvplugin.replay.result import ReplayResult, Run
-from kvplugin.replay.settings import SEMANTICS, ReplaySettings
+from kvplugin.replay.result import Counts, ReplayResult, Run, RunFailedError
+from kvplugin.replay.settings import REFERENCES, SEMANTICS, ReplaySettings
 
 _COLUMNS: Final = (
     "capacity", "policy", "blocks", "tokens", "closed", "evicted", "skipped", "s"
@@ -27,7 +27,7 @@ _LEGEND: Final = (
 @click.option(
     "--policy",
     "policies",
-    callback=options.listed(str),
+    callback=options.listed(options.name),
     default="lru",
     show_default=True,
     metavar="NAME,...",
@@ -36,10 +36,10 @@ _LEGEND: Final = (
 @click.option(
     "--capacity",
     "capacities",
-    callback=options.listed(int),
+    callback=options.listed(options.blocks),
     required=True,
     metavar="BLOCKS,...",
-    help="Usable blocks of the pool.",
+    help="Usable blocks of the pool; 2k and 1M are thousands and millions.",
 )
 @click.option(
     "--policy-options",
@@ -56,6 +56,7 @@ _LEGEND: Final = (
 @click.option(
     "--warmup",
     type=click.FloatRange(0, 1, max_open=True),
+    callback=options.finite,
     default=0.0,
     show_default=True,
     help="Share of the requests that run before counting begins.",
@@ -81,16 +82,15 @@ _LEGEND: Final = (
 )
 @click.option(
     "--host-capacity",
-    type=click.IntRange(0),
-    default=0,
+    callback=options.one(options.blocks_or_none),
+    default="0",
     show_default=True,
+    metavar="BLOCKS",
     help="Blocks of a host tier.",
 )
 @click.option(
     "--host-policy",
-    default="lru",
-    show_default=True,
-    help="Eviction policy of the host tier.",
+    help="Eviction policy of the host tier.  [default: lru]",
 )
 @click.option(
     "--semantics",
@@ -100,10 +100,11 @@ _LEGEND: Final = (
     help="flat: ids are independent keys, for comparison with cache simulators.",
 )
 @click.option(
-    "--references/--no-references",
-    default=True,
+    "--references",
+    type=click.Choice([*REFERENCES]),
+    default="all",
     show_default=True,
-    help="Run LRU, Belady and the unbounded cache too.",
+    help="Run LRU, Belady and the unbounded cache too; or all but Belady; or none.",
 )
 @options.json_option
 @click.option(
@@ -133,14 +134,20 @@ def replay(
     if picture is not None:
         check_picture(picture)
     requests = read_trace(trace, format_, block_size=trace_block_size, limit=limit)
-    with progress() as tell:
-        result = run_replay(requests, rules, progress=tell)
-    if picture is not None:
-        draw(result, picture)
+    failed: RunFailedError | None = None
+    try:
+        with progress() as tell:
+            result = run_replay(requests, rules, progress=tell)
+    except RunFailedError as error:
+        failed, result = error, error.result
     if as_json:
         click.echo(json.dumps(result.as_dict(), indent=2))
     else:
         _show(result, with_host=rules.host_capacity > 0)
+    if failed is not None:
+        raise failed
+    if picture is not None:
+        draw(result, picture)
 
 
 def _show(result: ReplayResult, *, with_host: bool) -> None:
@@ -151,13 +158,13 @@ def _show(result: ReplayResult, *, with_host: bool) -> None:
         place = columns.index("blocks") + 1
         columns.insert(place, "host")
         for row, run in zip(rows, result.runs, strict=True):
-            row.insert(place, _percent(run.counts.host_blocks / run.counts.blocks))
+            row.insert(place, _percent(run.counts.host_rate))
     show_table(columns, rows)
     facts = {"columns": _LEGEND, **result.rules}
     if (ceiling := result.ceiling) is not None:
         facts["unbounded"] = (
             f"{_percent(ceiling.block_rate)} of blocks, "
-            f"{_percent(ceiling.token_rate)} of tokens hit"
+            f"{_tokens(ceiling)} of tokens hit"
         )
     show_facts(facts)
 
@@ -168,12 +175,17 @@ def _row(run: Run) -> list[str]:
         str(run.capacity),
         f"({run.policy})" if run.is_reference else run.policy,
         _percent(counts.block_rate),
-        _percent(counts.token_rate),
+        _tokens(counts),
         "-" if run.closed is None else f"{run.closed:.1%}",
         str(counts.evictions),
         str(counts.skipped),
         f"{run.seconds:.1f}",
     ]
+
+
+def _tokens(counts: Counts) -> str:
+    """The token rate, where tokens were counted."""
+    return _percent(counts.token_rate) if counts.tokens else "-"
 
 
 def _percent(share: float) -> str:

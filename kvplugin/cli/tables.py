@@ -20,6 +20,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from rich import box
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
         _show_plain(columns, rows)
         return
@@ -28,7 +29,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         words = column == "policy"
         table.add_column(column, justify="left" if words else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # no markup in names
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)
@@ -58,6 +59,7 @@ def progress() -> Iterator[Tell | None]:
         return
     try:
         from rich.console import Console
+        from rich.markup import escape
         from rich.progress import Progress
     except ImportError:
         yield _tell_plainly
@@ -67,7 +69,7 @@ def progress() -> Iterator[Tell | None]:
         task = bar.add_task("")
 
         def tell(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+            bar.update(task, description=escape(what), completed=done, total=total)
 
         yield tell
 

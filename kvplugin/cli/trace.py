@@ -1,8 +1,6 @@
 """`kvplugin trace`: traces to be replayed."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +12,15 @@ from kvplugin.errors import ConfigError
 from kvplugin.replay.generate import (
     DEFAULT_BLOCK,
     KINDS,
-    write_entries,
     write_generated,
 )
 from kvplugin.replay.settings import Partial
-from kvplugin.replay.trace import Trace, TraceEntry
+from kvplugin.replay.write import (
+    full_blocks,
+    in_order,
+    times_going_back,
+    write_entries,
+)
 
 if TYPE_CHECKING:
     from kvplugin.replay.summary import Summary
@@ -50,7 +52,7 @@ def trace() -> None:
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
-    help="The file, in the format of kvplugin's recorder.",
+    help="The file, in the format of kvplugin's recorder; gzipped if it ends in .gz.",
 )
 def generate(
     kind: str, requests: int, seed: int, block_size: int, output: Path
@@ -106,24 +108,22 @@ def convert(
 ) -> None:
     """Write SOURCE as TARGET in the format of kvplugin's recorder.
 
-    That format names full blocks: the partial block at the end of a prompt is lost.
+    That format names full blocks: the partial block at the end of a prompt is lost. It
+    is sorted by time: timestamps that go back are raised to the latest before.
     """
     from kvplugin.replay.formats import read_trace
 
     read = read_trace(source, format_, block_size=trace_block_size, limit=limit)
+    if back := times_going_back(read):
+        click.echo(
+            f"{back} timestamps go back and are written as the latest before them, "
+            f"so that the order stays",
+            err=True,
+        )
     try:
-        write_entries(target, _full_blocks(read), read.block_size)
+        write_entries(target, in_order(full_blocks(read)), read.block_size)
     except OSError as error:
         raise ConfigError(f"{target}: {error}") from error
-
-
-def _full_blocks(read: Trace) -> Iterator[TraceEntry]:
-    for entry in read.entries:
-        if read.full_blocks_only:
-            yield entry
-        else:
-            full = entry.input_length // read.block_size
-            yield replace(entry, ids=entry.ids[:full])
 
 
 def _facts(summary: "Summary") -> dict[str, str]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvplugin.replay.result import Counts as Counts
     from kvplugin.replay.result import ReplayResult as ReplayResult
     from kvplugin.replay.result import Run as Run
+    from kvplugin.replay.result import RunFailedError as RunFailedError
     from kvplugin.replay.runner import Replay as Replay
     from kvplugin.replay.runner import replay as replay
     from kvplugin.replay.settings import ReplaySettings as ReplaySettings
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _EXPORTS: Final = {
     "formats": ("read_trace",),
     "record": ("TraceWriter",),
-    "result": ("Counts", "ReplayResult", "Run"),
+    "result": ("Counts", "ReplayResult", "Run", "RunFailedError"),
     "runner": ("Replay", "replay"),
     "settings": ("ReplaySettings",),
     "trace": ("Trace", "TraceEntry", "TraceError"),

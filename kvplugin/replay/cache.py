@@ -4,17 +4,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from kvplugin.block_pool import BlockPool
 from kvplugin.coordinator import Rows
 from kvplugin.errors import PluginError
 from kvplugin.hooks import Hooks
 from kvplugin.kv_cache_blocks import KVCacheBlocks
-from kvplugin.manager import KVCacheManager
 from kvplugin.policies.eviction import context_of
+from kvplugin.replay.fits import FitsAlone, make_manager
 from kvplugin.replay.groups import ServedGroups
 from kvplugin.replay.host import HostTier
 from kvplugin.replay.requests import TraceRequest
 from kvplugin.request import RequestLike
-from kvplugin.spec import KVCacheConfig
 
 
 class Served(NamedTuple):
@@ -81,14 +81,14 @@ class ReplayCache:
         running: int = 0,
         host: HostTier | None = None,
     ) -> None:
-        self.manager = KVCacheManager(
-            KVCacheConfig(capacity + 1, (), served.groups),  # and the null block
-            max_model_len=served.max_model_len,
-            hash_block_size=served.hash_block_size,
+        self.manager = make_manager(
+            served,
+            capacity,
+            hooks,
             eviction_policy=policy,
             eviction_policy_options=options,
-            hooks=hooks,
         )
+        self._fits_alone = FitsAlone(served, capacity, hooks)
         self.pool = self.manager.block_pool
         self._lost = self.pool.listener = _LostKeys()
         self._served = served
@@ -115,6 +115,8 @@ class ReplayCache:
         Returns:
             What it found; None if it does not fit, even alone (it left no trace).
         """
+        if not self._fits_alone(request):
+            return None
         size = self._served.hash_block_size
         rows, hit = self.manager.coordinator.find_longest_cache_hit(
             request.block_hashes, request.lookup_tokens
@@ -160,7 +162,7 @@ class ReplayCache:
                 )
                 is None
             ):
-                if not self._running:
+                if not self._running:  # it needs more behind its hits than alone
                     manager.free(request)
                     request.num_computed_tokens = 0
                     return False
@@ -177,9 +179,28 @@ class ReplayCache:
             PluginError: it failed, so that LRU chose from then on.
             IntegrityError: an invariant of the core does not hold.
         """
-        if any(getattr(pool, "policy_failures", 0) for pool in self.pools):
-            raise PluginError(
-                f"eviction policy {self._policy!r}, or that of the host tier, failed "
-                f"and was replaced by LRU: see the log; results would be LRU's"
-            )
+        self.check_policies()
         self.manager.check()
+
+    def check_policies(self) -> None:
+        """Verify that the policies worked until now.
+
+        Raises:
+            PluginError: one failed, so that LRU chose from then on.
+        """
+        if _has_failed(self.pool):
+            raise _replaced(self._policy)
+        if self._host is not None and _has_failed(self._host.pool):
+            raise _replaced(self._host.policy, " of the host tier")
+
+
+def _has_failed(pool: BlockPool) -> bool:
+    failures: int = getattr(pool, "policy_failures", 0)  # a plugin's pool may not say
+    return failures > 0
+
+
+def _replaced(policy: str, where: str = "") -> PluginError:
+    return PluginError(
+        f"eviction policy {policy!r}{where} failed and was replaced by LRU: see the "
+        f"log; results would be LRU's"
+    )

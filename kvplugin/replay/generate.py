@@ -14,9 +14,9 @@ from random import Random
 from typing import Final
 
 from kvplugin.errors import check_count, unknown_name
-from kvplugin.replay.record import TraceWriter
 from kvplugin.replay.sessions import TOKENS_PER_S, Session, Shape, Source, Spread
 from kvplugin.replay.trace import TraceEntry
+from kvplugin.replay.write import write_entries
 
 CHAT: Final = Shape(
     prompts=64,
@@ -94,30 +94,6 @@ def write_generated(
     """
     entries = generate(kind, requests, seed, block_size)
     write_entries(path, entries, block_size)
-
-
-def write_entries(
-    path: str | Path, entries: Iterator[TraceEntry], block_size: int
-) -> None:
-    """Write entries whose ids name full blocks.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    with TraceWriter(path, block_size=block_size) as writer:
-        for entry in entries:
-            writer.write(
-                timestamp=entry.timestamp,
-                input_length=entry.input_length,
-                output_length=entry.output_length,
-                block_hashes=entry.ids,
-                session=entry.session,
-                turn=entry.turn,
-                priority=entry.priority,
-                ttl_s=entry.ttl_s,
-                ends_session=entry.ends_session,
-                cached_tokens=entry.cached_tokens,
-            )
 
 
 def _entries(

@@ -15,11 +15,23 @@ from kvplugin.replay.model_file import read_model
 from kvplugin.replay.settings import ReplaySettings
 from kvplugin.replay.trace import Trace
 from kvplugin.request import RequestLike
-from kvplugin.spec import FullAttentionSpec, KVCacheGroupSpec, layer_spec
+from kvplugin.spec import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+    cdiv,
+    layer_spec,
+)
 
 STEP_TOKENS: Final = 8192
 """Tokens of a prefill step where groups give blocks back on the way; vLLM's default
 `max_num_batched_tokens`."""
+
+_KEYED_SPECS: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+
+_SPARE: Final = 2
+"""Blocks that a group may hold beside those of a request's tokens: states have some."""
 
 _STATE_MODE: Final = "align"
 """The mode of recurrent layers that vLLM caches prefixes with by default."""
@@ -47,12 +59,32 @@ class ServedGroups:
             for name in group.layer_names
         )
 
+    @cached_property
+    def is_attention(self) -> bool:
+        """Whether every block of every group gets a key when it is computed: no
+        recurrent states."""
+        return all(
+            isinstance(layer_spec(group.kv_cache_spec, name), _KEYED_SPECS)
+            for group in self.groups
+            for name in group.layer_names
+        )
+
+    @cached_property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block of each group."""
+        return tuple(group.kv_cache_spec.block_size for group in self.groups)
+
+    def most_blocks(self, hashes: int) -> int:
+        """Blocks that a request of so many hashes takes if no group gives one back."""
+        tokens = hashes * self.hash_block_size
+        blocks = sum(cdiv(tokens, size) for size in self.block_sizes)
+        return blocks if self.is_dense else blocks + _SPARE * len(self.groups)
+
     def pool_keys(self, hashes: Sequence[bytes]) -> list[bytes]:
         """The keys of a request's blocks in all groups."""
         size = self.hash_block_size
         keys = []
-        for number, group in enumerate(self.groups):
-            own = group.kv_cache_spec.block_size
+        for number, own in enumerate(self.block_sizes):
             names = hashes if own == size else coarse_hashes(hashes, size, own, "last")
             keys += [make_key(name, number) for name in names]
         return keys
@@ -70,7 +102,7 @@ class ServedGroups:
         """
         if self.is_dense or start >= total:
             return (total,)
-        unit = lcm(*(group.kv_cache_spec.block_size for group in self.groups))
+        unit = lcm(*self.block_sizes)
         stride = max(STEP_TOKENS // unit, 1) * unit
         ends = set(range(stride, total, stride)) | {total // unit * unit, total}
         return sorted(end for end in ends if end > start)

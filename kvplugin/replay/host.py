@@ -27,10 +27,11 @@ class HostTier:
     def __init__(
         self, capacity: int, policy: str, block_size: int, hooks: Hooks
     ) -> None:
+        self.policy = policy
         self.pool: BlockPool = hooks.make_block_pool(
             BlockPoolContext(
                 num_blocks=capacity + 1,  # the null block
-                policy=make_policy(hooks, policy, {}, capacity),
+                policy=make_policy(hooks, policy, {}, capacity, MEDIUM_CPU),
                 block_size=block_size,
                 enable_caching=True,
                 medium=MEDIUM_CPU,

@@ -9,12 +9,16 @@ from kvplugin.replay.result import ReplayResult
 _INCHES: Final = (7.0, 4.5)
 _DPI: Final = 150
 
+_NEEDS_TEX: Final = {"pgf"}
+"""Formats that matplotlib writes with a TeX that may not be there."""
+
 
 def check_picture(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before there is anything to draw.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the suffix.
+        ConfigError: matplotlib is not installed, or does not know the suffix, or there
+            is no such folder.
     """
     try:
         from matplotlib.figure import Figure
@@ -22,10 +26,11 @@ def check_picture(path: Path) -> None:
         raise ConfigError(
             "a picture needs matplotlib: pip install 'kvplugin[plot]'"
         ) from None
-    known = Figure().canvas.get_supported_filetypes()
-    suffix = path.suffix.removeprefix(".")
-    if suffix not in known:
-        raise unknown_name("suffix", suffix, known, f"picture {path}")
+    known = Figure().canvas.get_supported_filetypes().keys() - _NEEDS_TEX
+    if _suffix(path) not in known:
+        raise unknown_name("suffix", _suffix(path), known, f"picture {path}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"picture {path}: there is no folder {path.parent}")
 
 
 def draw(result: ReplayResult, path: Path) -> None:
@@ -62,6 +67,10 @@ def draw(result: ReplayResult, path: Path) -> None:
     axes.set_title(result.trace)
     axes.legend()
     try:
-        figure.savefig(path, dpi=_DPI)
+        figure.savefig(path, dpi=_DPI, format=_suffix(path))
     except OSError as error:
         raise ConfigError(f"picture {path}: {error}") from error
+
+
+def _suffix(path: Path) -> str:
+    return path.suffix.removeprefix(".").lower()

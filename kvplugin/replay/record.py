@@ -8,15 +8,17 @@ tokens; equal hashes mean equal prefixes. They are integers or strings. Keys tha
 request has not are left out of its line.
 """
 
+import gzip
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import IO, Final, Self, cast
 
 import msgspec
 
 from kvplugin.errors import ConfigError, check_count
-from kvplugin.events import external_hash
+from kvplugin.replay import fields
 
 FORMAT: Final = "kvplugin-trace"
 VERSION: Final = 1
@@ -75,17 +77,43 @@ class RequestLine(
     """Tokens of the prompt that were found in the cache when it was recorded."""
 
     def __post_init__(self) -> None:
-        """Refuse lengths that cannot be.
+        """Refuse numbers that cannot be.
 
         Raises:
-            ConfigError: no prompt, or a negative length.
+            ConfigError: a negative length, a time that is no number, or more cached
+                tokens than the prompt has.
         """
-        check_count("input_length", self.input_length, 1)
+        check_count("input_length", self.input_length, 0)
         check_count("output_length", self.output_length, 0)
+        for name in ("timestamp", "ttl_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not isfinite(seconds):
+                raise ConfigError(f"{name}={seconds} must be a finite number")
+        if self.cached_tokens is not None:
+            check_count("cached_tokens", self.cached_tokens, 0)
+            if self.cached_tokens > self.input_length:
+                raise ConfigError(
+                    f"cached_tokens={self.cached_tokens} of an input_length of "
+                    f"{self.input_length}"
+                )
+
+    def check_hashes(self, block_size: int) -> None:
+        """Refuse more hashes than full blocks.
+
+        Raises:
+            ConfigError: prompt and answer have fewer tokens.
+        """
+        tokens = self.input_length + self.output_length
+        if len(self.block_hashes) * block_size > tokens:
+            raise ConfigError(
+                f"{len(self.block_hashes)} block_hashes of {block_size} tokens for a "
+                f"prompt and answer of {tokens}"
+            )
 
 
 class TraceWriter:
-    """Writes a trace line by line; what is written is in the file at once.
+    """Writes a trace line by line; what is written is in the file at once, or, where
+    its name ends in ``.gz`` and it is gzipped, when the writer is closed.
 
     Args:
         path: the file, which is replaced.
@@ -102,7 +130,13 @@ class TraceWriter:
     ) -> None:
         header = Header(version=VERSION, block_size=block_size, groups=tuple(groups))
         self._encoder = msgspec.json.Encoder()
-        self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115  # see close
+        self._block_size = block_size
+        self._raw = Path(path).open("wb", buffering=0)  # noqa: SIM115  # see close
+        self._file: IO[bytes] = self._raw
+        if Path(path).suffix == ".gz":
+            # No name and no time in it: equal traces are equal bytes.
+            packed = gzip.GzipFile(filename="", mode="wb", fileobj=self._raw, mtime=0)
+            self._file = cast("IO[bytes]", packed)
         self._put(header)
 
     def write(
@@ -124,26 +158,33 @@ class TraceWriter:
 
         Raises:
             OSError: the line cannot be written.
-            ConfigError: a length that cannot be.
+            ConfigError: a value that cannot be, named; the line is not written.
         """
-        self._put(
-            RequestLine(
-                timestamp=timestamp,
-                input_length=input_length,
-                output_length=output_length,
-                block_hashes=tuple(map(_compact, block_hashes)),
-                session=session,
-                turn=turn,
-                priority=priority,
-                ttl_s=ttl_s,
-                ends_session=ends_session,
-                cached_tokens=cached_tokens,
-            )
+        line = RequestLine(
+            timestamp=fields.number("timestamp", timestamp),
+            input_length=fields.integer("input_length", input_length),
+            output_length=fields.integer("output_length", output_length),
+            block_hashes=fields.hashes("block_hashes", block_hashes),
+            session=None if session is None else fields.text("session", session),
+            turn=fields.integer("turn", turn),
+            priority=fields.integer("priority", priority),
+            ttl_s=None if ttl_s is None else fields.number("ttl_s", ttl_s),
+            ends_session=fields.flag("ends_session", ends_session),
+            cached_tokens=(
+                None
+                if cached_tokens is None
+                else fields.integer("cached_tokens", cached_tokens)
+            ),
         )
+        line.check_hashes(self._block_size)
+        self._put(line)
 
     def close(self) -> None:
         """No more requests."""
-        self._file.close()
+        try:
+            self._file.close()
+        finally:
+            self._raw.close()
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +199,3 @@ class TraceWriter:
 
     def _put(self, line: msgspec.Struct) -> None:
         self._file.write(self._encoder.encode(line) + b"\n")
-
-
-def _compact(block_hash: bytes | int | str) -> int | str:
-    return external_hash(block_hash) if isinstance(block_hash, bytes) else block_hash

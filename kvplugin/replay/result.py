@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from kvplugin.errors import IntegrityError, PluginError
 from kvplugin.replay.settings import BELADY, LRU, ReplaySettings
 
 SCHEMA_VERSION: Final = 1
@@ -40,8 +41,13 @@ class Counts:
         return self.hit_blocks / self.blocks if self.blocks else 0.0
 
     @property
+    def host_rate(self) -> float:
+        """Hits of the host tier a block, 0 to 1."""
+        return self.host_blocks / self.blocks if self.blocks else 0.0
+
+    @property
     def token_rate(self) -> float:
-        """Tokens hit a token, 0 to 1."""
+        """Tokens hit a token, 0 to 1; 0 where no tokens are counted."""
         hits = self.device_tokens + self.host_tokens
         return hits / self.tokens if self.tokens else 0.0
 
@@ -93,7 +99,7 @@ class ReplayResult:
     """What was decided: subject -> rule in words."""
     ceiling: Counts | None
     """The unbounded cache under the same rules; None without references."""
-    runs: tuple[Run, ...]
+    runs: tuple[Run, ...] = ()
     """By capacity, then by policy as asked for, references last."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,24 +115,41 @@ class ReplayResult:
         }
 
 
-def all_runs(
-    settings: ReplaySettings, run: Callable[[str, int], Run]
-) -> tuple[Run, ...]:
-    """Runs of all policies at all capacities, each held against LRU and Belady.
+class RunFailedError(PluginError):
+    """A policy failed in a run; `result` has the runs before it."""
+
+    def __init__(self, message: str, result: ReplayResult) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+def with_runs(
+    result: ReplayResult, settings: ReplaySettings, run: Callable[[str, int], Run]
+) -> ReplayResult:
+    """The result with the runs of all policies at all capacities, each held against
+    LRU and Belady.
 
     Args:
+        result: one without runs.
         settings: which ones.
         run: runs one, of a policy's name and a capacity.
+
+    Raises:
+        RunFailedError: a policy failed; has what ran before.
     """
-    runs: list[Run] = []
-    for capacity in settings.capacities:
-        asked = [run(name, capacity) for name in settings.policies]
-        added = [
-            replace(run(name, capacity), is_reference=True)
-            for name in settings.reference_policies
-        ]
-        runs += _compared([*asked, *added])
-    return tuple(runs)
+    done: list[Run] = []
+    for capacity in dict.fromkeys(settings.capacities):
+        runs: list[Run] = []
+        try:
+            for name in dict.fromkeys(settings.policies):
+                runs.append(run(name, capacity))
+            for name in settings.reference_policies:
+                runs.append(replace(run(name, capacity), is_reference=True))
+        except (PluginError, IntegrityError) as error:
+            kept = replace(result, runs=(*done, *_compared(runs)))
+            raise RunFailedError(str(error), kept) from error
+        done += _compared(runs)
+    return replace(result, runs=tuple(done))
 
 
 def _compared(runs: list[Run]) -> list[Run]:

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Final
 
 from kvplugin.replay.groups import STEP_TOKENS, ServedGroups
-from kvplugin.replay.settings import Partial, ReplaySettings
+from kvplugin.replay.settings import LRU, Partial, References, ReplaySettings
 from kvplugin.replay.trace import Trace
 
 _HITS: Final = (
@@ -13,6 +13,11 @@ _HITS: Final = (
 _PARTIAL: Final[dict[Partial, str]] = {
     "count": "the partial block at the end of a prompt is a block like any other",
     "drop": "the partial block at the end of a prompt is no block",
+}
+_REFERENCES: Final[dict[References, str]] = {
+    "all": "LRU, Belady block by block with the trace known (a reference, not a "
+    "bound) and the unbounded cache, under the same rules",
+    "lru": "LRU and the unbounded cache, under the same rules",
 }
 
 
@@ -29,22 +34,21 @@ def rules_of(
         "answers": _answers(trace),
         "life": _life(settings),
         "capacity": "usable blocks, the null block not among them",
-        "too long": "a request that does not fit alone is skipped and counts as missed",
+        "too long": "a request that does not fit alone, into an empty pool, is skipped "
+        "and counts as missed",
     }
     if settings.model is not None:
         rules["model"] = _model(settings, served)
     if settings.lookahead:
         rules["queue"] = f"the next {settings.lookahead} requests are known to policies"
     if settings.host_capacity:
+        policy = settings.host_policy or LRU
         rules["host tier"] = (
-            f"{settings.host_capacity} blocks, {settings.host_policy}; what a request "
-            f"computed is stored after it ran, hits go on where the device's end"
+            f"{settings.host_capacity} blocks, {policy}; what a request computed is "
+            f"stored after it ran, hits go on where the device's end"
         )
-    if settings.references:
-        rules["references"] = (
-            "LRU, Belady block by block with the trace known (a reference, not a "
-            "bound) and the unbounded cache, under the same rules"
-        )
+    if settings.references != "none":
+        rules["references"] = _REFERENCES[settings.references]
     if trace.notes:
         rules["trace"] = "; ".join(trace.notes)
     return rules

@@ -34,6 +34,7 @@ def run_requests(
         for tick in ticks:
             tick(i)
         served = cache.serve(request)
+        cache.check_policies()
         if i >= first_counted:
             tally.add(request, served)
     cache.check()

@@ -10,12 +10,13 @@ from kvplugin.hooks import EvictionPolicyContext, Hooks, get_hooks, hookimpl
 from kvplugin.policies.eviction import EvictionPolicy
 from kvplugin.policies.eviction.belady import Belady, Future
 from kvplugin.replay.cache import ReplayCache
+from kvplugin.replay.ceiling import count_seen, room_for_all, room_for_keys
 from kvplugin.replay.flat_runs import replay_flat
 from kvplugin.replay.groups import ServedGroups, served_groups
 from kvplugin.replay.host import HostTier
 from kvplugin.replay.policies import refuse_unknown_policies
 from kvplugin.replay.requests import make_requests
-from kvplugin.replay.result import Counts, ReplayResult, Run, all_runs
+from kvplugin.replay.result import Counts, ReplayResult, Run, with_runs
 from kvplugin.replay.rules import rules_of
 from kvplugin.replay.run import Queue, Tick, run_requests
 from kvplugin.replay.settings import BELADY, LRU, Progress, ReplaySettings
@@ -55,6 +56,8 @@ class Replay:
         self.requests = make_requests(
             trace, self.served.hash_block_size, settings.partial
         )
+        self._room = room_for_all(self.served, self.requests)
+        """Blocks beyond which more change nothing: pools are made no larger."""
         self._progress = progress
         _refuse_host_tier(self.served, settings)
         refuse_unknown_policies(settings, self.hooks)
@@ -82,14 +85,17 @@ class Replay:
 
     def ceiling(self) -> Counts:
         """The cache that never evicts, under the same rules."""
-        if self.served.is_dense:
-            # Every block is computed once, and blocks have one key each.
-            capacity = len({h for r in self.requests for h in r.block_hashes})
-        else:
-            blocks = sum(len(request.block_hashes) for request in self.requests)
-            capacity = blocks * len(self.served.groups)
-        cache = self._cache(LRU, max(capacity, 1), {}, self.hooks, host=False)
-        return self._count(cache, CEILING)
+        if self.served.is_attention:
+            return count_seen(self.served, self.requests, self.first_counted)
+        # States are kept at some boundaries only, so that blocks of other groups are
+        # computed again; how many is seen when the first of them evicts another.
+        capacity = room_for_keys(self.served, self.requests)
+        while True:
+            cache = self._cache(LRU, capacity, {}, self.hooks, host=False)
+            counts = self._count(cache, CEILING)
+            if not cache.evictions or capacity >= self._room:
+                return counts
+            capacity *= 2
 
     def _run_belady(self, capacity: int) -> Counts:
         keys_of = self.served.pool_keys
@@ -109,12 +115,15 @@ class Replay:
         settings = self.settings
         tier = None
         if host and settings.host_capacity:
-            size = self.served.hash_block_size
-            name = settings.host_policy
-            tier = HostTier(settings.host_capacity, name, size, self.hooks)
+            tier = HostTier(
+                min(settings.host_capacity, self._room),
+                settings.host_policy or LRU,
+                self.served.hash_block_size,
+                self.hooks,
+            )
         return ReplayCache(
             self.served,
-            capacity,
+            min(capacity, self._room),
             policy,
             options,
             hooks,
@@ -184,19 +193,20 @@ def replay(
 
     Raises:
         ConfigError: the rules do not go with the trace, or there is no such policy.
-        PluginError: a plugin or a policy fails.
+        PluginError: a plugin fails; `RunFailedError`, with the runs before, where a
+            policy does.
     """
     if settings.semantics == "flat":
         return replay_flat(trace, settings, hooks=hooks, progress=progress)
     runner = Replay(trace, settings, hooks=hooks, progress=progress)
-    return ReplayResult(
+    result = ReplayResult(
         trace=trace.source,
         format=trace.format,
         block_size=runner.served.hash_block_size,
         rules=rules_of(trace, settings, runner.served, runner.first_counted),
-        ceiling=runner.ceiling() if settings.references else None,
-        runs=all_runs(settings, runner.run),
+        ceiling=runner.ceiling() if settings.references != "none" else None,
     )
+    return with_runs(result, settings, runner.run)
 
 
 def _refuse_host_tier(served: ServedGroups, settings: ReplaySettings) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final
 from kvplugin.replay.requests import make_requests
 from kvplugin.replay.settings import Partial
 from kvplugin.replay.trace import Trace
+from kvplugin.spec import cdiv
 
 PERCENTILES: Final = (50, 90, 99)
 
@@ -112,7 +113,8 @@ def _percentiles(distances: Sequence[int], waits: Sequence[float]) -> tuple[Reus
     if not distances:
         return ()
     by_distance, by_wait = sorted(distances), sorted(waits)
-    places = {p: min(len(waits) * p // 100, len(waits) - 1) for p in PERCENTILES}
+    # Nearest rank: the least value that so many percent do not exceed.
+    places = {p: cdiv(len(waits) * p, 100) - 1 for p in PERCENTILES}
     return tuple(
         Reuse(p, by_distance[i], round(by_wait[i], 3)) for p, i in places.items()
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvplugin.integration.demo.model import MODEL_NAME
+from kvplugin.integration.demo.serve import STOP_WAIT_S
 
 HOST = "127.0.0.1"
 PROMPT = "The notebook says that the gauge at the weir was read again. " * 60
@@ -68,7 +69,7 @@ class Server:
     def stop(self) -> int:
         """End it as Ctrl-C does; the exit status."""
         self._process.send_signal(signal.SIGINT)
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=10 * STOP_WAIT_S)
         return self._process.returncode
 
 

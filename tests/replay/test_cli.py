@@ -10,7 +10,9 @@ from click.testing import CliRunner, Result
 
 from kvplugin.cli.main import cli
 from kvplugin.errors import ConfigError
-from kvplugin.replay import TraceError, read_trace
+from kvplugin.hooks import Hooks
+from kvplugin.replay import RunFailedError, TraceError
+from tests.replay.test_failures import FailingPlugin
 from tests.replay.traces import SYNTHETIC
 
 COUNTS = {
@@ -76,7 +78,7 @@ def test_json_has_the_documented_keys() -> None:
 
 
 def test_without_references() -> None:
-    result = replayed("500", "--policy", "sieve", "--no-references", "--json")
+    result = replayed("500", "--policy", "sieve", "--references", "none", "--json")
     found = json.loads(result.stdout)
     assert found["ceiling"] is None
     [run] = found["runs"]
@@ -114,14 +116,23 @@ def test_options_reach_the_policy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["many"], 2, "invalid literal"),
-        (["0"], 1, "capacity=0"),
+        (["many"], 2, "'many' is no number of blocks"),
+        (["0"], 2, "at least 1 block"),
+        (["-5"], 2, "no number of blocks"),
+        (["1.5k"], 2, "no number of blocks"),
+        (["5,"], 2, "no number of blocks"),
+        (["5", "--host-capacity", "1G"], 2, "no number of blocks"),
+        (["5", "--policy", "lru,,arc"], 2, "a comma too many"),
+        (["5", "--policy", ""], 2, "a name is empty"),
+        (["5", "--warmup", "nan"], 2, "nan is no number"),
+        (["5", "--host-policy", "arc"], 1, "needs a host_capacity"),
         (["5", "--policy", "lur"], 1, "Did you mean 'lru'"),
         (["5", "--policy-options", "{"], 2, "not JSON"),
         (["5", "--warmup", "1"], 2, "--warmup"),
         (["5", "--format", "csv"], 2, "--format"),
         (["5", "--format", "bailian"], 1, "line 1"),
         (["5", "--semantics", "flat", "--running", "3"], 1, "leave out running"),
+        (["5", "--semantics", "flat", "--partial", "drop"], 1, "leave out partial"),
         (["5", "--block-size", "100"], 1, "block_size=100 must divide"),
     ],
 )
@@ -133,18 +144,68 @@ def test_errors(arguments: list[str], code: int, message: str) -> None:
         assert isinstance(result.exception, ConfigError | TraceError)
 
 
-def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="needs kvplugin[plot]")
-    path = tmp_path / "rates.png"
-    result = replayed("300,600", "--picture", path)
+def test_lists_are_read_as_people_write_them() -> None:
+    result = replayed(
+        "1k, 2K,1000", "--policy", "sieve, arc,sieve", "--references", "none", "--json"
+    )
+    runs = json.loads(result.stdout)["runs"]
+    assert [(run["policy"], run["capacity"]) for run in runs] == [
+        (policy, capacity) for capacity in (1000, 2000) for policy in ("sieve", "arc")
+    ]
+
+
+def test_lru_alone_as_a_reference() -> None:
+    result = replayed("500", "--policy", "sieve", "--references", "lru", "--json")
+    found = json.loads(result.stdout)
+    assert [run["policy"] for run in found["runs"]] == ["sieve", "lru"]
+    assert found["ceiling"]["device_blocks"] > 0
+
+
+def test_a_host_tier_and_no_block(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    line = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": []}
+    path.write_text(json.dumps(line))
+    options = ("--capacity", 5, "--host-capacity", 5, "--partial", "drop")
+    result = call("replay", path, *options)
     assert result.exit_code == 0, result.output
-    assert path.read_bytes().startswith(b"\x89PNG")
-    result = replayed("300", "--no-references", "--picture", tmp_path / "rates.nope")
-    assert "nope" in str(result.exception)
-    forbid_import(monkeypatch, "matplotlib")
-    result = replayed("300", "--no-references", "--picture", path)
-    assert isinstance(result.exception, ConfigError)
-    assert "kvplugin[plot]" in str(result.exception)
+    assert "0.00%" in result.stdout
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_flat_keys_have_no_tokens(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not rich:
+        forbid_import(monkeypatch, "rich")
+    result = replayed("500", "--semantics", "flat")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    [lru] = [cells for cells in lines if cells[:2] == ["500", "lru"]]
+    assert lru[3] == "-"
+    assert "- of tokens hit" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["[bold]", "a[/b]", "[link=x]y"])
+def test_names_are_no_markup(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvplugin.cli.tables import show_table
+
+    show_table(["policy", "blocks"], [[name, "1"]])
+    assert name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["--json", None])
+def test_runs_before_a_failure_are_printed(
+    form: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvplugin.replay import runner
+
+    hooks = Hooks.of(FailingPlugin())
+    monkeypatch.setattr(runner, "get_hooks", lambda: hooks)
+    options = ["--policy", "sieve,failing", *filter(None, [form])]
+    result = replayed("500", *options)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, RunFailedError)
+    assert "sieve" in result.stdout
+    if form:
+        [run] = json.loads(result.stdout)["runs"]
+        assert run["policy"] == "sieve"
 
 
 def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,41 +223,6 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tell is not None
         tell("lru 5", 256, 400)
     assert told == ["\r\033[Klru 5 256/400", "\r\033[K"]
-
-
-def test_trace_commands(tmp_path: Path) -> None:
-    path, copy = tmp_path / "t.jsonl", tmp_path / "copy.jsonl"
-    arguments = ("--kind", "chat", "--requests", 60, "--seed", 4, "-o", path)
-    assert call("trace", "generate", *arguments).exit_code == 0
-    info = call("trace", "info", path)
-    assert "60 in" in info.stdout
-    assert "unbounded cache" in info.stdout
-    found = json.loads(call("trace", "info", path, "--json").stdout)
-    assert (found["requests"], found["format"]) == (60, "kvplugin")
-    assert call("trace", "convert", path, copy).exit_code == 0
-    assert copy.read_bytes() == path.read_bytes()
-    result = call("replay", path, "--capacity", "500", "--json")
-    assert json.loads(result.stdout)["rules"]["partial blocks"].startswith("the trace")
-
-
-def test_convert_keeps_full_blocks(tmp_path: Path) -> None:
-    target = tmp_path / "t.jsonl"
-    result = call("trace", "convert", SYNTHETIC, target, "--limit", 50)
-    assert result.exit_code == 0, result.output
-    before = read_trace(SYNTHETIC, limit=50).entries
-    after = read_trace(target).entries
-    for one, two in zip(before, after, strict=True):
-        assert two.ids == one.ids[: one.input_length // 512]
-        assert two.timestamp == one.timestamp
-
-
-def test_trace_errors(tmp_path: Path) -> None:
-    result = call("trace", "info", tmp_path / "none")
-    assert isinstance(result.exception, TraceError)
-    result = call("trace", "generate", "--kind", "chat", "-o", tmp_path / "a" / "b")
-    assert isinstance(result.exception, ConfigError)
-    assert "--output" in str(result.exception)
-    assert call("trace", "generate", "--kind", "none", "-o", "x").exit_code == 2
 
 
 def forbid_import(monkeypatch: pytest.MonkeyPatch, package: str) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,9 @@ def test_gzip_and_limit(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"\n\n", "known formats"),
+        (b"\n\n", "is empty"),
+        (b"\xef\xbb\xbf \n", "is empty"),
+        (b'\n\n{"hash_ids": 1', "line 3"),
         (b"hello\n", "known formats"),
         (b"{", "line 1"),
         (b"[" * 100_000, "line 1"),
@@ -154,6 +157,12 @@ def test_gzip_and_limit(tmp_path: Path) -> None:
         (b'{"format": "kvplugin-trace", "version": 1, "size": 4}\n', "line 1"),
         (b'{"type": "AllBlocksCleared"}\n', "stores no block"),
         (b'{"ts": 1, "events": [{"type": "Gone"}]}\n', "line 1: 'Gone' is none of"),
+        (b'{"ts": NaN, "events": []}\n', "line 1: NaN is no number"),
+        (b'{"ts": 1, "events": []}\n[-Infinity, []]\n', "line 2: -Infinity"),
+        (msgpack.packb([float("nan"), []]), "batch 1: time nan"),
+        (msgpack.packb([1.0, []]) + msgpack.packb([float("inf"), []]), "batch 2: time"),
+        (b"\x81\x80\x01", "batch 1: .*unhashable"),  # a map with a map as a key
+        (b"\x81\x90\x01", "batch 1"),  # and with an array
         (b"\x93\x01\x90", "batch 1"),
         (b"\xc1", "batch 1"),
     ],
@@ -170,6 +179,56 @@ def test_no_such_file_or_format(tmp_path: Path) -> None:
         read_trace(tmp_path / "none")
     with pytest.raises(ConfigError, match="Did you mean 'mooncake'"):
         read_trace(tmp_path / "none", "moncake")
+
+
+def text_of(name: str) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in GOOD_LINES[name])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "front", [b"\xef\xbb\xbf", b"\n\n", b"  ", b"\xef\xbb\xbf\r\n "]
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_editors_put_in_front(
+    tmp_path: Path, name: str, front: bytes, packed: bool
+) -> None:
+    content = front + text_of(name)
+    path = tmp_path / "t"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    trace = read_trace(path)
+    assert trace.format == name
+    path.write_bytes(text_of(name))
+    assert read_trace(path) == trace == read_trace(path, name)
+
+
+def test_events_in_arrays_stand_alone(tmp_path: Path) -> None:
+    events = [_as_array(stored([1, 2], None)), _as_array(AllBlocksCleared())]
+    path = write_lines(tmp_path / "t", *events)
+    assert [entry.ids for entry in read_trace(path).entries] == [(1, 2)]
+
+
+@pytest.mark.parametrize("first", [{"parent_chat_id": None}, {}])
+def test_sessions_may_begin_without_parent(
+    tmp_path: Path, first: dict[str, None]
+) -> None:
+    line = dict(GOOD_LINES["bailian"][0])
+    del line["parent_chat_id"]
+    path = write_lines(tmp_path / "t", {**line, **first})
+    trace = read_trace(path)
+    assert (trace.format, trace.entries[0].session) == ("bailian", "1")
+
+
+def test_pipes_are_refused_before_anybody_waits(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "t")
+    with pytest.raises(TraceError, match="save it to a file first"):
+        read_trace(tmp_path / "t")
+
+
+@pytest.mark.parametrize("number", [{"limit": 0}, {"block_size": True}])
+def test_numbers_are_checked(tmp_path: Path, number: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(number))):
+        read_trace(tmp_path / "none", **number)
 
 
 GOOD_LINES = {

@@ -1,14 +1,18 @@
 """The host tier behind the device."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvplugin.errors import ConfigError
 from kvplugin.hooks import get_hooks
 from kvplugin.replay import Counts, Replay, ReplaySettings, Trace
 from kvplugin.replay.generate import generate
 from kvplugin.replay.host import HostTier
 from kvplugin.replay.requests import make_requests
+from kvplugin.replay.trace import TraceEntry
 from tests.replay.test_runs import requests_of_ids
 from tests.replay.traces import make_trace
 
@@ -50,14 +54,28 @@ def test_hits_stay_below_the_ceiling(
         assert ample.hit_blocks == ceiling.hit_blocks
 
 
-def test_the_hosts_policy_hears_the_clock() -> None:
-    entries = tuple(generate("chat", 200, seed=3, block_size=256))
+def test_the_host_does_not_hear_who_waits_as_in_an_engine() -> None:
+    entries = tuple(generate("chat", 20, seed=3, block_size=256))
     trace = Trace("made", "kvplugin", 256, entries, True)
     rules = ReplaySettings(
         capacities=(1,), host_capacity=200, host_policy="queue+lru", lookahead=20
     )
-    informed = Replay(trace, rules).run("lru", 300).counts
-    assert informed.host_blocks > run(trace, 300, 200).host_blocks
+    with pytest.raises(ConfigError, match="'queue' protects what waiting requests"):
+        Replay(trace, rules)
+
+
+def test_the_hosts_policy_hears_the_clock() -> None:
+    """A prefix stays as long as its time to live, and no longer."""
+    wanted = TraceEntry(0.0, 256, 1, (1,), priority=9, ttl_s=50.0)
+    others = [TraceEntry(float(t), 512, 1, (10 * t, 10 * t + 1)) for t in range(1, 99)]
+    for wanted_again, hit in ((40, 1), (90, 0)):
+        again = replace(wanted, timestamp=wanted_again + 0.5)
+        entries = tuple(sorted([wanted, *others, again], key=lambda e: e.timestamp))
+        trace = Trace("made", "kvplugin", 256, entries, True)
+        rules = ReplaySettings(
+            capacities=(1,), host_capacity=6, host_policy="retention"
+        )
+        assert Replay(trace, rules).run("lru", 2).counts.host_blocks == hit
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "random"])

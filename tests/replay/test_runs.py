@@ -1,15 +1,13 @@
 """Runs of policies over made traces, against a plain simulation and each other."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplugin.errors import ConfigError, PluginError
-from kvplugin.hooks import EvictionPolicyContext, Hooks, hookimpl
-from kvplugin.policies.eviction import LRU
+from kvplugin.errors import ConfigError
 from kvplugin.policies.eviction.registry import POLICIES
 from kvplugin.replay import Replay, ReplaySettings, replay
 from kvplugin.replay.cache import ReplayCache
@@ -73,7 +71,7 @@ def chats() -> Trace:
 )
 def test_every_policy_stays_below_the_ceiling(chats: Trace, name: str) -> None:
     rules = ReplaySettings(
-        policies=(name,), capacities=(700,), lookahead=8, references=False
+        policies=(name,), capacities=(700,), lookahead=8, references="none"
     )
     made = Replay(chats, rules)
     counts = made.run(name, 700).counts
@@ -155,31 +153,6 @@ def test_the_queue_tells_each_wish_once() -> None:
     assert queue.advance(4) == (4.0, [], dict.fromkeys(keys[4], 1))
 
 
-class _Failing(LRU):
-    def victims(self, n: int) -> list[int]:
-        raise RuntimeError("no")
-
-
-class _FailingPlugin:
-    @hookimpl
-    def kvp_register_eviction_policies(self) -> Mapping[str, str]:
-        return {"failing": "fails"}
-
-    @hookimpl
-    def kvp_make_eviction_policy(self, ctx: EvictionPolicyContext) -> LRU | None:
-        return _Failing() if ctx.name == "failing" else None
-
-
-def test_plugins_policies_run_and_failures_are_no_results() -> None:
-    trace = make_trace([[1], [2], [3]])
-    hooks = Hooks.of(_FailingPlugin())
-    rules = ReplaySettings(policies=("failing",), capacities=(2,), references=False)
-    with pytest.raises(PluginError, match=r"'failing'.* failed and was replaced"):
-        replay(trace, rules, hooks=hooks)
-    rules = ReplaySettings(policies=("failing",), capacities=(3,), references=False)
-    assert replay(trace, rules, hooks=hooks).runs[0].closed is None
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -192,6 +165,25 @@ def test_plugins_policies_run_and_failures_are_no_results() -> None:
         ({"semantics": "flt"}, "Did you mean 'flat'"),
         ({"policy_options": {"acr": {}}}, "unknown policy 'acr'"),
         ({"semantics": "flat", "running": 2, "warmup": 0.5}, "warmup, running"),
+        ({"policies": "lru"}, "policy='lru' must be a tuple"),
+        ({"policies": (5,)}, "policy=5 must be a name"),
+        ({"policies": ("lru", "")}, "policy='' must be a name"),
+        ({"capacities": 5}, "capacity=5 must be a tuple"),
+        ({"capacities": (5.0,)}, "capacity=5.0"),
+        ({"warmup": float("nan")}, "warmup=nan"),
+        ({"warmup": "half"}, "warmup='half'"),
+        ({"model": 5}, "model=5 must be a name"),
+        ({"policy_options": [1]}, "policy_options=.1. must have"),
+        ({"policy_options": {"lru": 1}}, "policy_options=.* must have"),
+        ({"partial": ["count"]}, "unknown value .* in partial"),
+        ({"references": True}, "unknown value 'True' in references"),
+        ({"host_policy": "arc"}, "host_policy='arc' needs a host_capacity"),
+        ({"semantics": "flat", "partial": "drop"}, "leave out partial"),
+        (
+            {"semantics": "flat", "host_capacity": 4, "host_policy": "lru"},
+            "leave out host_capacity, host_policy",
+        ),
+        ({"semantics": "flat", "lookahead": 4, "model": "m"}, "lookahead, model"),
         ({"policies": ("lur",)}, "Did you mean 'lru'"),
         ({"policies": ("lru",), "policy_options": {"lru": {"a": 1}}}, "no options"),
         ({"policies": ("belady",), "policy_options": {"belady": {"a": 1}}}, "takes no"),
@@ -204,6 +196,31 @@ def test_plugins_policies_run_and_failures_are_no_results() -> None:
 def test_refusals(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replay(make_trace([[1]]), ReplaySettings(**{"capacities": (3,), **change}))
+
+
+def test_references() -> None:
+    trace = make_trace([[1], [2], [1]])
+    for semantics in ("chained", "flat"):
+        for references, names in (("all", "ab"), ("lru", "a"), ("none", "")):
+            rules = ReplaySettings(
+                policies=("arc",),
+                capacities=(2,),
+                semantics=semantics,
+                references=references,
+            )
+            found = replay(trace, rules)
+            ran = ["lru", "belady"][: len(names)]
+            assert [run.policy for run in found.runs] == ["arc", *ran]
+            assert (found.ceiling is None) == (references == "none")
+            assert ("references" in found.rules) == (references != "none")
+            if references == "lru":
+                assert "Belady" not in found.rules["references"]
+
+
+def test_what_is_asked_for_twice_runs_once() -> None:
+    rules = ReplaySettings(policies=("arc", "arc"), capacities=(2, 3, 2))
+    found = replay(make_trace([[1]]), rules)
+    assert len(found.runs) == 6
 
 
 def test_flat_keys_hit_whatever_is_before_them() -> None:

@@ -20,6 +20,21 @@ def test_figures_by_hand() -> None:
     assert summary.sessions == 0
 
 
+@pytest.mark.parametrize("hits", [1, 2, 99, 100, 101, 200])
+def test_percentiles_are_the_least_that_so_many_do_not_exceed(hits: int) -> None:
+    # Block 0 comes again after 1, 2, 3 ... blocks, each time alone in a prompt.
+    requests, fresh = [[0]], 1
+    for gap in range(hits):
+        requests += [[fresh + i] for i in range(gap)] + [[0]]
+        fresh += gap
+    for reuse in summarize(make_trace(requests)).reuse:
+        share = [
+            distance for distance in range(1, hits + 1) if distance <= reuse.blocks
+        ]
+        assert 100 * len(share) >= reuse.percentile * hits
+        assert 100 * (len(share) - 1) < reuse.percentile * hits
+
+
 def test_observed_hits() -> None:
     trace = make_trace([[1, 2], [1, 2], [1]])
     one, two, three = trace.entries

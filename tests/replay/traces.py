@@ -39,12 +39,12 @@ class NaiveLRU:
     def serve(self, ids: Sequence[int]) -> int | None:
         """Blocks hit, None if the request does not fit."""
         keys = [tuple(ids[: i + 1]) for i in range(len(ids))]
+        if len(keys) > self.capacity:
+            return None
         hits = 0
         while hits < len(keys) and (keys[hits] in self.idle or keys[hits] in self.used):
             hits += 1
         while self._needed(keys, hits) > self.capacity - len(self.used):
-            if not self.running:
-                return None
             self._finish()
         for key in keys[:hits]:
             self.idle.pop(key, None)

@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvplugin.errors import unknown_name
+from kvplugin.errors import check_count, unknown_name
 from kvplugin.replay.formats.hash_ids import read_bailian, read_mooncake
-from kvplugin.replay.formats.lines import numbered_lines, opened
+from kvplugin.replay.formats.lines import first_byte, numbered_lines
 from kvplugin.replay.formats.recorded import read_recorded
 from kvplugin.replay.formats.vllm_events import EVENT_TYPES, read_vllm_events
 from kvplugin.replay.record import FORMAT
@@ -17,7 +16,7 @@ from kvplugin.replay.trace import Trace, TraceError
 
 __all__ = ["READERS", "detect_format", "read_trace"]
 
-_Reader = Callable[[Path, int | None], Trace]
+_Reader = Callable[[Path, int | None, int | None], Trace]
 
 READERS: Final[Mapping[str, _Reader]] = dict(
     zip(
@@ -41,42 +40,47 @@ def read_trace(
         path: the file.
         format: one of `FORMATS`, or ``auto``.
         block_size: tokens that an id of the trace covers; None takes the format's.
-        limit: read no more requests than these; None takes all.
+        limit: read no more requests than these; None takes all. Lines behind them are
+            not looked at, except in our own format, which is sorted by time.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: there is no such format, or a number is below 1.
         TraceError: the file cannot be read, or is not of the format; names the line.
     """
     path = Path(path)
+    for name, value in (("block_size", block_size), ("limit", limit)):
+        if value is not None:
+            check_count(name, value, 1)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise TraceError(f"{path} is read more than once: save it to a file first")
     if format == "auto":
         format = detect_format(path)  # noqa: A001
     if format not in FORMATS:
         raise unknown_name("trace format", format, FORMATS, "format")
-    trace = READERS[format](path, block_size)
+    trace = READERS[format](path, block_size, limit)
     if not trace.entries:
         raise TraceError(f"{path} has no requests")
-    return trace if limit is None else replace(trace, entries=trace.entries[:limit])
+    return trace
 
 
 def detect_format(path: Path) -> str:
-    """The format that the first line of a file has.
+    """The format that the first line of a file has which is not blank.
 
     Raises:
         TraceError: the file cannot be read, is empty, or has none of the formats.
     """
-    with opened(path) as file:
-        first = file.read(1)
+    first = first_byte(path)
     if not first:
         raise TraceError(f"{path} is empty")
     if first not in (b"{", b"["):
         if first[0] >= 0x80:  # MessagePack's arrays and maps
             return "vllm-events"
         raise _nothing_known(path)
-    _, line = next(numbered_lines(path))
+    number, line = next(numbered_lines(path))
     try:
         head = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}, line 1: {error}") from error
+        raise TraceError(f"{path}, line {number}: {error}") from error
     if isinstance(head, list):
         return "vllm-events"
     return _of_keys(path, head)
@@ -86,7 +90,7 @@ def _of_keys(path: Path, head: Mapping[str, Any]) -> str:
     if head.get("format") == FORMAT:
         return "kvplugin"
     if "hash_ids" in head:
-        return "bailian" if "parent_chat_id" in head else "mooncake"
+        return "bailian" if "chat_id" in head else "mooncake"
     if "events" in head or head.get("type") in EVENT_TYPES:
         return "vllm-events"
     raise _nothing_known(path)

@@ -6,6 +6,7 @@ USENIX ATC 2025; github.com/alibaba-edu/qwen-bailian-usagetraces-anon.
 """
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -34,28 +35,29 @@ class BailianLine(msgspec.Struct, frozen=True):
     """Keys that are read; others are passed over."""
 
     chat_id: int
-    parent_chat_id: int
-    """-1 for the first request of a session."""
     timestamp: float
     """Seconds."""
     input_length: _Count
     output_length: _Count
     hash_ids: tuple[int, ...]
+    parent_chat_id: int | None = None
+    """-1, null or missing for the first request of a session."""
     turn: int = 1
 
 
-def read_mooncake(path: Path, block_size: int | None) -> Trace:
+def read_mooncake(path: Path, block_size: int | None, limit: int | None) -> Trace:
     """A trace of Mooncake's format.
 
     Args:
         path: the file.
         block_size: tokens that an id covers; None takes 512.
+        limit: no more lines are read than these.
 
     Raises:
         TraceError: naming the line that is wrong.
     """
     size = block_size or MOONCAKE_BLOCK
-    lines = decoded(path, numbered_lines(path), MooncakeLine)
+    lines = decoded(path, islice(numbered_lines(path), limit), MooncakeLine)
     entries = (
         TraceEntry(
             timestamp=line.timestamp / 1000,
@@ -68,25 +70,29 @@ def read_mooncake(path: Path, block_size: int | None) -> Trace:
     return Trace(path.name, "mooncake", size, tuple(entries))
 
 
-def read_bailian(path: Path, block_size: int | None) -> Trace:
+def read_bailian(path: Path, block_size: int | None, limit: int | None) -> Trace:
     """A trace of Bailian's format; a session is what leads to one first request.
 
     Args:
         path: the file.
         block_size: tokens that an id covers; None takes 16.
+        limit: no more lines are read than these.
 
     Raises:
         TraceError: naming the line that is wrong.
     """
     size = block_size or BAILIAN_BLOCK
-    return Trace(path.name, "bailian", size, tuple(_bailian_entries(path, size)))
+    entries = _bailian_entries(path, islice(numbered_lines(path), limit), size)
+    return Trace(path.name, "bailian", size, tuple(entries))
 
 
-def _bailian_entries(path: Path, size: int) -> Iterator[TraceEntry]:
+def _bailian_entries(
+    path: Path, lines: Iterator[tuple[int, bytes]], size: int
+) -> Iterator[TraceEntry]:
     sessions: dict[int, str] = {}
-    for number, line in decoded(path, numbered_lines(path), BailianLine):
+    for number, line in decoded(path, lines, BailianLine):
         parent = line.parent_chat_id
-        first = line.chat_id if parent < 0 else parent
+        first = line.chat_id if parent is None or parent < 0 else parent
         session = sessions.setdefault(first, str(first))
         sessions[line.chat_id] = session
         yield TraceEntry(

@@ -2,6 +2,7 @@
 
 import gzip
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from kvplugin.replay.trace import TraceError
 MAX_LINE_BYTES: Final = 1 << 26
 """A request of a million 16-token blocks fits."""
 
+_CHUNK: Final = 1 << 16
+
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 
 T = TypeVar("T")
@@ -21,7 +24,7 @@ T = TypeVar("T")
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file's bytes, decompressed where they are gzipped.
+    """The file's bytes, decompressed where they are gzipped, without byte order mark.
 
     Raises:
         TraceError: the file cannot be read, now or while it is.
@@ -31,12 +34,32 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             magic = plain.read(len(_GZIP_MAGIC))
             plain.seek(0)
             if magic != _GZIP_MAGIC:
-                yield plain
+                yield _behind_mark(plain)
                 return
             with gzip.open(plain) as unpacked:
-                yield cast("IO[bytes]", unpacked)
+                yield _behind_mark(cast("IO[bytes]", unpacked))
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path} cannot be read: {error}") from error
+
+
+def _behind_mark(file: IO[bytes]) -> IO[bytes]:
+    """The file behind the byte order mark that some editors put in front."""
+    if file.read(len(BOM_UTF8)) != BOM_UTF8:
+        file.seek(0)
+    return file
+
+
+def first_byte(path: Path) -> bytes:
+    """The first byte that is no white space; none if there is none.
+
+    Raises:
+        TraceError: the file cannot be read.
+    """
+    with opened(path) as file:
+        while chunk := file.read(_CHUNK):
+            if found := chunk.lstrip():
+                return found[:1]
+    return b""
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

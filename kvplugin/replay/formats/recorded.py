@@ -2,18 +2,20 @@
 
 from pathlib import Path
 
+from kvplugin.errors import ConfigError
 from kvplugin.replay.formats.lines import decoded, numbered_lines
 from kvplugin.replay.record import Header, RequestLine
 from kvplugin.replay.trace import Trace, TraceEntry, TraceError
 
 
-def read_recorded(path: Path, block_size: int | None) -> Trace:
+def read_recorded(path: Path, block_size: int | None, limit: int | None) -> Trace:
     """A trace of our own format, in the order of arrival: a recorder writes requests
     as they end.
 
     Args:
         path: the file.
         block_size: None, or what the header says.
+        limit: the first so many to arrive; all lines are read to find them.
 
     Raises:
         TraceError: naming the line that is wrong.
@@ -32,19 +34,17 @@ def read_recorded(path: Path, block_size: int | None) -> Trace:
         path.name,
         "kvplugin",
         size,
-        tuple(entries),
+        tuple(entries[:limit]),
         full_blocks_only=True,
         notes=("requests are in the order of arrival, not of the file",),
     )
 
 
 def _entry(path: Path, number: int, line: RequestLine, size: int) -> TraceEntry:
-    tokens = line.input_length + line.output_length
-    if len(line.block_hashes) * size > tokens:
-        raise TraceError(
-            f"{path}, line {number}: {len(line.block_hashes)} block_hashes of {size} "
-            f"tokens for a prompt and answer of {tokens}"
-        )
+    try:
+        line.check_hashes(size)
+    except ConfigError as error:
+        raise TraceError(f"{path}, line {number}: {error}") from error
     return TraceEntry(
         timestamp=line.timestamp,
         input_length=line.input_length,

@@ -9,6 +9,7 @@ in front (before vLLM 0.20).
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,12 @@ import msgpack
 import msgspec
 
 from kvplugin.events import MEDIUM_GPU
-from kvplugin.replay.formats.lines import MAX_LINE_BYTES, numbered_lines, opened
+from kvplugin.replay.formats.lines import (
+    MAX_LINE_BYTES,
+    first_byte,
+    numbered_lines,
+    opened,
+)
 from kvplugin.replay.trace import Trace, TraceEntry, TraceError
 
 CONTINUES_WITHIN_S: Final = 1.0
@@ -61,6 +67,7 @@ class _Run:
     last_time: float
     ids: list[int | str]
     session: str | None
+    is_wanted: bool
 
 
 @dataclass
@@ -73,6 +80,15 @@ class _Requests:
     parents: dict[int | str, int | str | None] = field(default_factory=dict)
     open: dict[int | str, _Run] = field(default_factory=dict)
     """By the last block that they stored."""
+    limit: int | None = None
+    """Requests that are wanted."""
+    wanted_until: float = -inf
+    """Until when one of them may go on."""
+
+    def has_enough(self, now: float) -> bool:
+        """Whether what is wanted is complete."""
+        enough = self.limit is not None and len(self.runs) >= self.limit
+        return enough and now > self.wanted_until
 
     def clear(self) -> None:
         """The cache was reset: names of blocks are new from now on."""
@@ -93,12 +109,15 @@ class _Requests:
         before = None if parent is None else self._name(parent)
         run = self.open.pop(before, None) if before is not None else None
         if run is None or now - run.last_time > CONTINUES_WITHIN_S:
-            run = _Run(now, now, self._chain(before), event.session_id)
+            wanted = self.limit is None or len(self.runs) < self.limit
+            run = _Run(now, now, self._chain(before), event.session_id, wanted)
             self.runs.append(run)
         for block in ids:
             self.parents[block], before = before, block
         run.ids += ids
         run.last_time = now
+        if run.is_wanted:
+            self.wanted_until = max(self.wanted_until, now + CONTINUES_WITHIN_S)
         self.open[ids[-1]] = run
 
     def _name(self, block_hash: int | bytes) -> int | str:
@@ -116,20 +135,24 @@ class _Requests:
         return chain[::-1]
 
 
-def read_vllm_events(path: Path, block_size: int | None) -> Trace:
+def read_vllm_events(path: Path, block_size: int | None, limit: int | None) -> Trace:
     """Requests pieced together from KV events; see `NOTES` for the rules.
 
     Args:
         path: MessagePack batches, or JSON lines.
         block_size: None, or what the events say.
+        limit: so many requests; reading ends when none of them can go on.
 
     Raises:
         TraceError: naming the line, or the batch, that is wrong.
     """
-    requests = _Requests()
+    requests = _Requests(limit=limit)
     for place, message in _messages(path):
         try:
-            for now, event in _events(message):
+            now, events = _events(message)
+            if requests.has_enough(now):
+                break
+            for event in events:
                 _take(requests, now, event)
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             raise TraceError(f"{path}, {place}: {error}") from error
@@ -140,19 +163,17 @@ def read_vllm_events(path: Path, block_size: int | None) -> Trace:
         raise TraceError(f"{path} has blocks of {size} tokens, not of {block_size}")
     entries = tuple(
         TraceEntry(run.timestamp, len(run.ids) * size, 0, tuple(run.ids), run.session)
-        for run in requests.runs
+        for run in requests.runs[:limit]
     )
     return Trace(path.name, "vllm-events", size, entries, True, NOTES)
 
 
 def _messages(path: Path) -> Iterator[tuple[str, Any]]:
     """Batches or events with the words for their place."""
-    with opened(path) as file:
-        is_text = file.read(1) in (b"{", b"[")
-    if is_text:
+    if first_byte(path) in (b"{", b"["):
         for number, line in numbered_lines(path):
             try:
-                yield f"line {number}", json.loads(line)
+                yield f"line {number}", json.loads(line, parse_constant=_no_number)
             except (ValueError, RecursionError) as error:
                 raise TraceError(f"{path}, line {number}: {error}") from error
         return
@@ -169,25 +190,31 @@ def _messages(path: Path) -> Iterator[tuple[str, Any]]:
                 if end < file.tell():
                     raise TraceError(f"{path}, batch {number}: cut off") from None
                 return
-            except (ValueError, msgpack.UnpackException) as error:
+            except (ValueError, TypeError, msgpack.UnpackException) as error:
+                # TypeError: a map whose key is a map or an array.
                 raise TraceError(f"{path}, batch {number}: {error!r}") from error
             end = unpacker.tell()
             yield f"batch {number}", message
 
 
-def _events(message: Any) -> Iterator[tuple[float, Any]]:
-    """(time in seconds, event) of a batch; a single event has time 0."""
-    if isinstance(message, Mapping) and "events" in message:
-        now, events = message.get("ts", 0.0), message["events"]
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _events(message: Any) -> tuple[float, list[Any]]:
+    """Time in seconds and events of a batch; a single event in an array has time 0."""
+    if isinstance(message, Mapping):
+        now, events = message.get("ts", 0.0), message.get("events", [message])
+    elif isinstance(message, Sequence) and message and message[0] in EVENT_TYPES:
+        now, events = 0.0, [message]
     elif isinstance(message, Sequence) and len(message) >= 2:
         now, events = message[0], message[1]
-    elif isinstance(message, Mapping):
-        now, events = message.get("ts", 0.0), [message]
     else:
         raise ValueError("neither a batch of KV events nor an event")
     now = msgspec.convert(now, float)
-    for event in msgspec.convert(events, list[Any]):
-        yield now, event
+    if not isfinite(now):
+        raise ValueError(f"time {now} is no number")
+    return now, msgspec.convert(events, list[Any])
 
 
 def _take(requests: _Requests, now: float, event: Any) -> None:
