@@ -71,6 +71,23 @@ def check_count(
         raise error(f"{name}={value!r} must be an integer, at least {least}")
 
 
+def check_choice(setting: str, name: object, options: object) -> None:
+    """Refuse what does not name a policy, or tells it nothing.
+
+    Args:
+        setting: where the user names one; its options stand in ``<setting>_options``.
+        name: what stands there.
+        options: what stands in the other.
+
+    Raises:
+        ConfigError: the name is no text, or the options are no table.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f"{setting}={name!r} must be the name of a policy")
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{setting}_options={options!r} must be a table")
+
+
 def check_ranges(settings: object, ranges: Mapping[str, tuple[float, float]]) -> None:
     """Refuse settings that are not of their type or out of their range.
 

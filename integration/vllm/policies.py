@@ -15,6 +15,7 @@ from vllm.v1.core.sched import scheduler as vllm_scheduler
 
 from kvplugin.errors import ConfigError, PluginError
 from kvplugin.hooks import Hooks
+from kvplugin.hooks.checks import bind_failure
 from kvplugin.integration.vllm.policy_config import PolicyConfig, read_policy_config
 from kvplugin.integration.vllm.policy_manager import policy_classes
 from kvplugin.integration.vllm.recorder import Recorder
@@ -27,7 +28,6 @@ from kvplugin.integration.vllm.versions import (
     missing_for,
     vllm_version,
 )
-from kvplugin.policies.eviction import BlockInfo
 
 logger = logging.getLogger("vllm.kvplugin.policies")
 
@@ -200,17 +200,12 @@ def _try_out(config: PolicyConfig, hooks: Hooks, num_blocks: int) -> None:
     """Make and bind a policy, so that one that fails does so here and not while vLLM
     builds its pool."""
     policy = config.make_eviction_policy(hooks, num_blocks)
-    try:
-        policy.bind(num_blocks, _no_info)
-    except Exception as error:
+    error = bind_failure(policy, num_blocks)
+    if error is not None:
         raise PluginError(
             f"eviction_policy={config.eviction_policy!r}: {type(policy).__name__}.bind "
             f"fails: {type(error).__name__}: {error}"
         ) from error
-
-
-def _no_info(block: int) -> BlockInfo:
-    raise KeyError(block)  # a new pool has no keyed block
 
 
 def _recorder(

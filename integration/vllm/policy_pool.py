@@ -7,8 +7,7 @@ and the queue is told what became of keys. The same code serves vLLM 0.19 and 0.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from vllm.v1.core import kv_cache_utils
-
+from kvplugin.integration.vllm.block_hashes import hashes_of
 from kvplugin.integration.vllm.policy_queue import PolicyQueue
 from kvplugin.policies.eviction import NO_CONTEXT, EvictionPolicy, context_of
 
@@ -146,20 +145,11 @@ class PolicyPoolMixin(_Base):
         if kvp.wants_info:
             whole = len(keyed) == len(blocks)
             ids = keyed if whole else [block.block_id for block in blocks]
-            hashes = self._hashes_of(request, block_size)
+            hashes = hashes_of(request, self.hash_block_size, block_size)
             parents = [hashes[depth - 1] if depth else None]
             parents += hashes[depth : depth + len(ids) - 1]
             kvp.notes.place(ids, parents, depth)
         kvp.insert(keyed, context_of(request))
-
-    def _hashes_of(self, request: Any, block_size: int) -> Sequence[bytes]:
-        """Hashes of the request's blocks of this size, without group."""
-        hashes: Sequence[bytes] = request.block_hashes
-        view = kv_cache_utils.BlockHashListWithBlockSize
-        if block_size == self.hash_block_size or isinstance(hashes, view):
-            return hashes
-        coarse: Sequence[bytes] = view(hashes, self.hash_block_size, block_size)
-        return coarse
 
 
 def policy_pool(base: type) -> type:

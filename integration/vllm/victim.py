@@ -5,6 +5,7 @@ from itertools import count
 from typing import Any
 
 from kvplugin.hooks import Hooks, VictimContext
+from kvplugin.spec import cdiv
 
 
 class VictimChooser:
@@ -79,7 +80,7 @@ class VictimChooser:
         needed = 0
         for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
             held = len(manager.req_to_blocks.get(request.request_id, ()))
-            needed += max(-(-tokens // manager.block_size) - held, 0)
+            needed += max(cdiv(tokens, manager.block_size) - held, 0)
         return needed
 
     def _blocks_held(self, request: Any) -> int:

@@ -1,13 +1,11 @@
 """Keys of the blocks that a waiting request of vLLM's can hit."""
 
-from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from vllm.v1.core import kv_cache_utils
-
 from kvplugin.demand import MOST_BLOCKS
 from kvplugin.hashing import make_key
+from kvplugin.integration.vllm.block_hashes import hashes_of
 
 
 class WantedKeys:
@@ -29,14 +27,6 @@ class WantedKeys:
             return keys
         for group, block_size in enumerate(self._block_sizes):
             most = min((request.num_tokens - 1) // block_size, MOST_BLOCKS)
-            hashes = islice(self._hashes(request, block_size), most)
-            keys += [make_key(block_hash, group) for block_hash in hashes]
+            hashes = hashes_of(request, self._hash_block_size, block_size)
+            keys += [make_key(block_hash, group) for block_hash in islice(hashes, most)]
         return keys
-
-    def _hashes(self, request: Any, block_size: int) -> Iterable[bytes]:
-        hashes: Iterable[bytes] = request.block_hashes
-        if block_size == self._hash_block_size:
-            return hashes
-        view = kv_cache_utils.BlockHashListWithBlockSize
-        coarse: Iterable[bytes] = view(hashes, self._hash_block_size, block_size)
-        return coarse

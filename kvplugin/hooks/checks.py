@@ -39,12 +39,20 @@ def has(answer: object, needed: Needs) -> str:
 def binds(policy: EvictionPolicy, num_blocks: int, failure: BaseException) -> str:
     """Whether the policy is innocent of the failure of the pool that bound it: if not,
     it fails in the same way once more."""
+    error = bind_failure(policy, num_blocks)
+    if error is not None and _text(error) == _text(failure):
+        return f"{_a(policy)} whose bind fails: {_text(error)}"
+    return ""
+
+
+def bind_failure(policy: EvictionPolicy, num_blocks: int) -> Exception | None:
+    """What a policy raises when it is bound to a pool without keys; None: it is bound
+    now."""
     try:
         policy.bind(num_blocks, _no_info)
     except Exception as error:
-        if _text(error) == _text(failure):
-            return f"{_a(policy)} whose bind fails: {_text(error)}"
-    return ""
+        return error
+    return None
 
 
 def _no_info(block: int) -> BlockInfo:

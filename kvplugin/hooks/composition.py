@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvplugin.errors import ConfigError, unknown_name
+from kvplugin.errors import ConfigError, check_choice, unknown_name
 
 if TYPE_CHECKING:
     from kvplugin.hooks.contexts import EvictionPolicyContext, OffloadPolicyContext
@@ -25,10 +25,7 @@ def own_options(
     Raises:
         ConfigError: the name is no text, or the options are no table.
     """
-    if not isinstance(ctx.name, str):
-        raise ConfigError(f"{setting}={ctx.name!r} must be the name of a policy")
-    if not isinstance(ctx.options, Mapping):
-        raise ConfigError(f"{setting}_options={ctx.options!r} must be a table")
+    check_choice(setting, ctx.name, ctx.options)
     return {key: _copy(value) for key, value in ctx.options.items()}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvplugin.errors import PluginError
 from kvplugin.hooks import checks, needs, taking
@@ -153,14 +153,26 @@ class Hooks(Calls):
 
     def _make_one(self, ctx: EvictionPolicyContext) -> EvictionPolicy:
         hook = "kvp_make_eviction_policy"
-        policy: EvictionPolicy | None = self._ask(hook, ctx=ctx)
-        guard, maker = last_answer.guard, last_answer.maker
-        if policy is None:
-            raise self._policies.nobody_makes(ctx.name)
-        self._verify(hook, checks.has, policy, needs.EVICTION_POLICY)
-        self._policies.verify_maker(ctx.name, maker)
+        policy: EvictionPolicy
+        policy, guard = self._named(hook, self._policies, needs.EVICTION_POLICY, ctx)
         self._last_policy = policy, guard
         return policy
+
+    def _named(
+        self,
+        hook: str,
+        names: PolicyNames,
+        needed: needs.Needs,
+        ctx: EvictionPolicyContext | OffloadPolicyContext,
+    ) -> tuple[Any, Guard | None]:
+        """The policy that is asked for by its name, and whose answer it is."""
+        policy = self._ask(hook, ctx=ctx)
+        guard, maker = last_answer.guard, last_answer.maker
+        if policy is None:
+            raise names.nobody_makes(ctx.name)
+        self._verify(hook, checks.has, policy, needed)
+        names.verify_maker(ctx.name, maker)
+        return policy, guard
 
     def make_offload_policy(self, ctx: OffloadPolicyContext) -> OffloadPolicy:
         """A fresh policy that says which blocks are worth a copy.
@@ -170,14 +182,10 @@ class Hooks(Calls):
             PluginError: a plugin fails or answers something else, or two plugins have
                 a policy of one name.
         """
-        hook = "kvp_make_offload_policy"
+        hook, names = "kvp_make_offload_policy", self._offload_policies
         ctx = replace(ctx, options=own_options(ctx, "offload_policy"))
-        policy: OffloadPolicy | None = self._ask(hook, ctx=ctx)
-        maker = last_answer.maker
-        if policy is None:
-            raise self._offload_policies.nobody_makes(ctx.name)
-        self._verify(hook, checks.has, policy, needs.OFFLOAD_POLICY)
-        self._offload_policies.verify_maker(ctx.name, maker)
+        policy: OffloadPolicy
+        policy, _ = self._named(hook, names, needs.OFFLOAD_POLICY, ctx)
         return policy
 
     def make_block_pool(self, ctx: BlockPoolContext) -> BlockPool:

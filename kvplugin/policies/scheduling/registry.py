@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Final, Literal
 
-from kvplugin.errors import ConfigError, unknown_name
+from kvplugin.errors import check_choice, unknown_name
 from kvplugin.policies.listing import make_listed, refuse_options
 
 SchedulingKind = Literal["waiting_order", "admission", "victim", "checkpoints"]
@@ -69,10 +69,8 @@ def make_scheduling(
     Raises:
         ConfigError: no such policy, or an option that it does not know or cannot take.
     """
-    if not isinstance(name, str):
-        raise ConfigError(f"{kind}={name!r} must be the name of a policy")
-    if options is not None and not isinstance(options, Mapping):
-        raise ConfigError(f"{kind}_options={options!r} must be a table")
+    options = {} if options is None else options
+    check_choice(kind, name, options)
     known = SCHEDULING.get(kind)
     if known is None:
         raise unknown_name("kind", kind, SCHEDULING, "scheduling")
@@ -81,8 +79,8 @@ def make_scheduling(
     place, title = known[name].place, f"{kind} policy {name!r}"
     setting, plugin_name = f"{kind}_options", f"{kind}={name}"
     if not place:
-        refuse_options(options or {}, title, setting)
+        refuse_options(options, title, setting)
         return SimpleNamespace(__name__=plugin_name)
-    plugin = make_listed(f"{__package__}.{place}", options or {}, title, setting)
+    plugin = make_listed(f"{__package__}.{place}", options, title, setting)
     plugin.__name__ = plugin_name
     return plugin

@@ -14,6 +14,7 @@ import msgspec
 
 from kvplugin.replay.formats.lines import decoded, numbered_lines
 from kvplugin.replay.trace import Trace, TraceEntry, TraceError
+from kvplugin.spec import cdiv
 
 MOONCAKE_BLOCK: Final = 512
 BAILIAN_BLOCK: Final = 16
@@ -109,7 +110,7 @@ def _checked(
     path: Path, number: int, line: MooncakeLine | BailianLine, size: int
 ) -> tuple[int, ...]:
     """The ids, if the prompt has as many blocks, the partial one counted or not."""
-    least, most = line.input_length // size, -(line.input_length // -size)
+    least, most = line.input_length // size, cdiv(line.input_length, size)
     if not least <= len(line.hash_ids) <= most:
         raise TraceError(
             f"{path}, line {number}: {len(line.hash_ids)} hash_ids for an input_length "
