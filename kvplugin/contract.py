@@ -52,11 +52,43 @@ class GroupInfo:
     """Tokens of one block."""
     layers: Mapping[str, PageLayout]
     """The page each layer's spec promises."""
+    window: int = 0
+    """Tokens that a window reads, its own included, or that a chunk holds
+    (`SLIDING_WINDOW`, `CHUNKED_LOCAL`)."""
+    extra_history: int = 0
+    """Tokens before the window that the engine keeps as well, for drafts."""
+    state_every_block: bool = False
+    """`MAMBA`: each block that a step fills ends with a state (vLLM's cache mode
+    ``all``); else a step leaves one state, at its end (``align``)."""
+    has_drafter: bool = False
+    """Layers of a drafter are in it. What they hold for the last token of a block
+    depends on the token behind it, so the last block of a hit says nothing of its
+    successor: it must be followed by one more that fits."""
+    reusable: bool = True
+    """Whether its blocks can be found again by their hashes. Those of a group that is
+    not need not be there for a hit (scratch memory, rings)."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over the group's layers, on one rank."""
         return sum(page.page_bytes for page in self.layers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What the numbers in a KV cache depend on, beside tokens and layout."""
+
+    name: str = ""
+    revision: str = ""
+    dtype: str = ""
+    """Of the computation, such as bfloat16."""
+    quantization: str = ""
+    backends: tuple[str, ...] = ()
+    """Attention backends: they decide what is inside a page."""
+    hash_algorithm: str = ""
+    """Of the block hashes."""
+    weight_epoch: int = 0
+    """Raised whenever the weights change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +104,15 @@ class EngineInfo:
     world_size: int = 1
     """Ranks that hold KV: each has a worker half, completion is a count over them."""
     rank: int = 0
+    max_model_len: int = 0
+    """Tokens of the longest request; 0 for as many as the pool holds."""
+    max_step_tokens: int = 0
+    """Tokens that a step computes at most; 0 for as many as a request has."""
+    model: ModelIdentity = ModelIdentity()
+    """Whose KV it is."""
+    reports_failed_loads: bool = True
+    """Whether the engine can be told that a load failed. Where it cannot (vLLM 0.19
+    with several groups), nothing may be offered that might not arrive."""
     prefix_caching: bool = True
     """Whether a block loaded for one request can be hit by the next one."""
     asks_pending_work: bool = True
@@ -113,9 +154,23 @@ MISS: Final = Lookup(0)
 LATER: Final = Lookup(0, ready=False)
 
 
+class StateBlock(NamedTuple):
+    """A recurrent state that outlives its step."""
+
+    group: int
+    num_tokens: int
+    """After which it is the state, a multiple of the group's block size."""
+    block: int
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """Progress of one request in one step."""
+    """Progress of one request in one step.
+
+    A row only grows: entries that the engine has since given back or moved are not
+    named again. So of a window group only what the step writes is there for certain,
+    of a state group only the state at the step's end, and what `states` names.
+    """
 
     request_id: str
     new_block_ids: tuple[Sequence[int], ...]
@@ -124,6 +179,8 @@ class ScheduledRequest:
     num_computed_tokens: int
     """Tokens whose KV exists before the step."""
     num_scheduled_tokens: int
+    states: Sequence[StateBlock] = ()
+    """States that the step leaves beside those at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +233,9 @@ class SchedulerHalf(Protocol):
         num_external_tokens: int,
     ) -> None:
         """Blocks are there. `block_ids` is the whole row a group, local hits
-        included; the last `num_external_tokens` of it are to be loaded.
+        included; the last `num_external_tokens` of it are to be loaded. Entry i of a
+        row is about tokens from i times the group's block size on; 0, the null block,
+        stands where the group needs nothing (before a window, between states).
 
         Of a whole prompt one token less counts as computed than is loaded: its last
         token is computed in any case. A recurrent state must then be the one after
@@ -244,6 +303,9 @@ class KVTensor:
     address: int
     """Of the view's first element. The engine keeps the memory alive."""
     layout: TensorLayout
+    device: str = "cpu"
+    """As torch names it, e.g. ``cuda:0``; only the CPU's memory has addresses that the
+    host may use."""
 
 
 class WorkerHalf(Protocol):
@@ -253,7 +315,8 @@ class WorkerHalf(Protocol):
         """KV memory by layer name, once, before the first step."""
 
     def begin_step(self, plan: bytes) -> None:
-        """Start the loads of the plan."""
+        """Start the loads of the plan. What the engine does to new blocks, such as
+        zeroing, it has done: these may be filled from now on."""
 
     def end_step(self) -> None:
         """The step's KV is written: start the stores of the plan."""

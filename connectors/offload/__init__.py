@@ -1,5 +1,14 @@
 """Offload of KV blocks to host memory.
 
-`scheduler.py` decides (what is stored, what is loaded, what is evicted), `worker.py`
-moves bytes on each rank, `messages.py` is all they say to each other.
+The scheduler half decides, the worker half moves bytes on each rank, `messages.py` is
+all they say to each other.
+
+- `scheduler.py` implements the contract; `loads.py` and `stores.py` are its two sides.
+- What is needed: `coverage.py` (kind by kind), `boundary.py` (all groups together).
+- What there is: `chunks.py` (keys and places), `capacity.py` (how much), `host_tier.py`
+  (which), `holding.py` (what must stay together).
+- Who is served: `requests.py`, `admissions.py`, `leavings.py` (what a step leaves).
+- `jobs.py`: transfers under way and their deadlines.
+- `worker.py`: one rank; `load_book.py` is what it has said of loads, the rest are copy
+  engines and memory.
 """

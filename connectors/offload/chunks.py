@@ -1,10 +1,13 @@
-"""Chunk arithmetic: tokens, engine blocks, chunks and host blocks of one group."""
+"""Chunk arithmetic: tokens, engine blocks, chunks and host blocks of each group."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvplugin.contract import GroupInfo, RequestView
+from kvplugin.connectors.offload.coverage import Coverage, coverage_of, unserved
+from kvplugin.contract import EngineInfo, GroupInfo, RequestView
+from kvplugin.errors import ConfigError
 from kvplugin.hashing import make_key
 
 
@@ -31,33 +34,46 @@ class Chunking:
     """Engine blocks of a chunk, k."""
     hash_block_size: int
     """Tokens that one of the request's hashes covers; divides the block size."""
+    coverage: Coverage = field(init=False)
+    """What boundaries need of the group."""
+    tokens: int = field(init=False)
+    """Of a chunk."""
+    hashes: int = field(init=False)
+    """Of the request's, that cover a chunk."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "coverage", coverage_of(self.group))
+        object.__setattr__(self, "tokens", self.blocks * self.group.block_size)
+        object.__setattr__(self, "hashes", self.tokens // self.hash_block_size)
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a chunk."""
-        return self.blocks * self.group.block_size
+    def index(self) -> int:
+        """Of the group."""
+        return self.group.index
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a chunk on this rank."""
+        return self.group.block_bytes * self.blocks
+
+    def key(self, request: RequestView, number: int) -> bytes | None:
+        """Of a chunk; None while the request does not know all of its tokens."""
+        last = (number + 1) * self.hashes - 1
+        hashes = request.block_hashes
+        return make_key(hashes[last], self.group.index) if last < len(hashes) else None
 
     def of(
         self, request: RequestView, first: int = 0, end: int | None = None
     ) -> Iterator[Chunk]:
         """Chunks `first` to `end` (excluded), as far as the request has hashes."""
-        hashes = request.block_hashes
-        stride = self.tokens // self.hash_block_size
-        stop = len(hashes) // stride
-        group = self.group.index
-        parent = make_key(hashes[first * stride - 1], group) if first else None
-        for number in range(first, stop if end is None else min(end, stop)):
-            key = make_key(hashes[(number + 1) * stride - 1], group)
+        parent = self.key(request, first - 1) if first else None
+        number = first
+        while end is None or number < end:
+            key = self.key(request, number)
+            if key is None:
+                return
             yield Chunk(number, key, parent)
-            parent = key
-
-    def hashed_tokens(self, request: RequestView) -> int:
-        """Tokens whose hash is known; drafts have none."""
-        return len(request.block_hashes) * self.hash_block_size
-
-    def whole_blocks(self, tokens: int) -> int:
-        """`tokens`, rounded down to whole engine blocks."""
-        return tokens // self.group.block_size * self.group.block_size
+            parent, number = key, number + 1
 
     def engine_blocks(self, chunk: Chunk) -> range:
         """The chunk's block numbers in its request."""
@@ -66,3 +82,30 @@ class Chunking:
     def host_block(self, slot: int, block: int) -> int:
         """Host block of the request's block number `block`, kept in `slot`."""
         return (slot - 1) * self.blocks + block % self.blocks
+
+
+def chunkings(engine: EngineInfo, blocks_per_chunk: int) -> tuple[Chunking, ...]:
+    """Of all groups that are offloaded. Windows and states are kept block by block,
+    since a boundary needs few of them, wherever it is.
+
+    Raises:
+        ConfigError: the model has a kind of group that is not served, or none at all.
+    """
+    if reason := unserved(engine):
+        raise ConfigError(f"offload cannot serve this model: {reason}")
+    cuts = []
+    for group in engine.groups:
+        if group.reusable:
+            blocks = blocks_per_chunk if coverage_of(group).dense else 1
+            cuts.append(Chunking(group, blocks, engine.hash_block_size))
+    return tuple(cuts)
+
+
+def alignment(cuts: Sequence[Chunking]) -> int:
+    """Tokens that every boundary is a multiple of."""
+    return math.lcm(*(cut.group.block_size for cut in cuts))
+
+
+def hashed_tokens(request: RequestView, hash_block_size: int) -> int:
+    """Tokens whose hash is known; drafts have none."""
+    return len(request.block_hashes) * hash_block_size

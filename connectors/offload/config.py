@@ -26,15 +26,26 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     offload_policy_options: dict[str, Any] = {}
     """What the offload policy may be told; the default one takes nothing."""
     blocks_per_chunk: int = 1
-    """Engine blocks that are stored, kept and evicted as one."""
+    """Engine blocks of a prefix that are stored, kept and evicted as one; those of
+    windows and states are kept one by one."""
     offload_prompt_only: bool = True
     """Store blocks of prompts only, not those that generation fills."""
     min_load_tokens: int | None = None
-    """Fewer tokens than this are recomputed, not loaded. Default: one block."""
+    """Fewer tokens than this are recomputed, not loaded. Default: one block, where
+    groups differ in block size the least common multiple."""
     copy_wait_ms: float = 2.0
     """How long a step waits for its copies before they go on beside it."""
     lookup_wait_ms: float = 1000.0
     """How long a request waits for a store or load that would give it a hit."""
+    transfer_timeout_s: float = 30.0
+    """After so long a load's request is told that it failed, and nobody waits for a
+    store any more. What they use stays theirs until they end."""
+    max_overdue_fraction: float = 0.1
+    """With a larger share of the engine's blocks in overdue transfers, nothing is
+    offered or stored."""
+    weight_epoch: int = 0
+    """Of the weights under this model's name and revision, part of the identity of
+    what is stored: ranks that were started with different ones refuse to copy."""
     on_start_error: Literal["fail", "disable"] = "fail"
     """If the connector cannot start: end the engine, or run it without offload."""
 
@@ -86,4 +97,7 @@ _LIMITS = {
     "min_load_tokens": (1, 2**40),
     "copy_wait_ms": (0, _HOUR_MS),
     "lookup_wait_ms": (0, _HOUR_MS),
+    "transfer_timeout_s": (0.001, _HOUR_MS),
+    "max_overdue_fraction": (0, 1),
+    "weight_epoch": (0, 2**60),
 }

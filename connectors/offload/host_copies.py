@@ -1,93 +1,101 @@
-"""Copies between one rank's KV tensors and its host memory."""
+"""Copies between one rank's KV tensors and its host memory, by the CPU."""
 
-from collections.abc import Iterable, Mapping
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 
-from kvplugin.connectors.offload.memory import HostMemory
+from kvplugin.connectors.offload.copy_thread import CopyThread
+from kvplugin.connectors.offload.group_copiers import GroupCopiers
+from kvplugin.connectors.offload.messages import HostPool
+from kvplugin.connectors.offload.pool_memory import PoolMemory, engine_regions
 from kvplugin.contract import CopyJob, GroupInfo, KVTensor
-from kvplugin.errors import IntegrityError
-from kvplugin.kernels.host import BlockCopier, Region, warm_up
-from kvplugin.kernels.region import staging_regions
-from kvplugin.layout import block_runs
+from kvplugin.kernels.host import BlockCopier, warm_up
+from kvplugin.kernels.region import Region
+
+logger = logging.getLogger("vllm.kvplugin.offload")
 
 
 class HostCopies:
-    """Host block h is one block of one group: the bytes of its layers, one after
-    the other, at h times the size of the largest group's block.
+    """Copies blocks of KV tensors that the CPU can address. Any number of threads may
+    `execute` at once, as long as their jobs have no block in common.
 
     Args:
         groups: the groups and the pages of their layers.
-        tensors: KV memory by layer; layers that share another's memory are copied
-            once.
+        tensors: KV memory by layer.
 
     Raises:
         LayoutMismatchError: a tensor is not laid out as its page promises.
     """
 
+    may_hold_a_step = True
+
     def __init__(
         self, groups: Iterable[GroupInfo], tensors: Mapping[str, KVTensor]
     ) -> None:
-        self._engine = {
-            group.index: _engine_regions(group, tensors) for group in groups
-        }
-        self._block_bytes = max(
-            sum(region.nbytes for region in regions)
-            for regions in self._engine.values()
-        )
+        self._engine = engine_regions(groups, tensors)
         warm_up()  # while the engine starts, not at its first copy
-        self._memory: HostMemory | None = None
-        self._copiers: dict[tuple[int, bool], BlockCopier] = {}
+        self._memory: PoolMemory | None = None
+        self._copiers: GroupCopiers | None = None
+        self._lock = threading.Lock()
+        self._under_way = 0
 
-    def allocate(self, host_blocks: int) -> int:
-        """Make room for `host_blocks` blocks and build the copy engines.
+    def allocate(self, pools: Sequence[HostPool]) -> int:
+        """Make room for all pools, in place of what there was, and build the copy
+        engines.
 
         Returns:
             Bytes of host memory.
 
         Raises:
             CapacityError: the machine has not so much memory.
+            IntegrityError: the pools are not of these groups.
         """
-        self._memory = HostMemory(host_blocks * self._block_bytes)
-        for group, engine in self._engine.items():
-            host = staging_regions(
-                self._memory.address,
-                [region.nbytes for region in engine],
-                host_blocks,
-                self._block_bytes,
-            )
-            self._copiers[group, True] = BlockCopier(engine, host)
-            self._copiers[group, False] = BlockCopier(host, engine)
+        self.close()
+        self._memory = PoolMemory(self._engine, pools)
+        self._copiers = GroupCopiers(self._engine, self._memory.regions, _copier)
         return self._memory.nbytes
+
+    def transport(self) -> CopyThread:
+        """Copies in a thread beside the engine's."""
+        return CopyThread(self.execute)
 
     def execute(self, job: CopyJob) -> int:
         """Copy a job's blocks; returns the bytes copied.
 
         Raises:
-            ValueError: an id is out of range.
+            ValueError: an id is out of range, or a group is not offloaded.
         """
-        nbytes = 0
-        for group, engine_ids, host_ids in job.parts:
-            copier = self._copiers[group, job.store]
-            pairs = (engine_ids, host_ids) if job.store else (host_ids, engine_ids)
-            nbytes += copier.copy(*pairs)
-        return nbytes
+        with self._lock:
+            copiers = self._copiers
+            if copiers is None:
+                raise ValueError("there is no host memory")
+            self._under_way += 1
+        try:
+            return copiers.copy(job)
+        finally:
+            with self._lock:
+                self._under_way -= 1
 
     def close(self) -> None:
-        """Give host memory back; no copy may be under way."""
-        self._copiers.clear()
+        """Give host memory back, unless a copy that does not end may still use it."""
         memory, self._memory = self._memory, None
-        if memory is not None:
+        with self._lock:
+            self._copiers = None
+            under_way = self._under_way
+        if memory is None:
+            return
+        if not under_way:
             memory.close()
+            return
+        memory.abandon()
+        logger.error(
+            "%d copies do not end: %.2f GiB of host memory are not given back",
+            under_way,
+            memory.nbytes / 2**30,
+        )
 
 
-def _engine_regions(group: GroupInfo, tensors: Mapping[str, KVTensor]) -> list[Region]:
-    regions: dict[Region, None] = {}
-    for layer, page in group.layers.items():
-        tensor = tensors[layer]
-        for run in block_runs(tensor.layout, page):
-            region = Region(
-                tensor.address + run.offset, run.stride, run.nbytes, page.num_blocks
-            )
-            regions[region] = None
-    if not regions:
-        raise IntegrityError(f"group {group.index} has no layers")
-    return list(regions)
+def _copier(
+    engine: Sequence[Region], host: Sequence[Region], store: bool
+) -> BlockCopier:
+    return BlockCopier(engine, host) if store else BlockCopier(host, engine)

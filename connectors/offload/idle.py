@@ -77,39 +77,56 @@ class IdleScheduler:
 
 class IdleWorker:
     """A worker half that refuses every job: the scheduler half of another process
-    may not know that this rank could not start."""
+    may not know that this rank could not start.
+
+    No load comes to it, as no store of all ranks ever succeeds; if one does, it fails.
+    """
 
     def __init__(self, rank: int, reason: str) -> None:
         self._rank = rank
         self._reason = reason
-        self._plan: Plan | None = None
+        self._step = -1
+        self._refused: list[Completion] = []
+        self._failed: dict[str, Sequence[int]] = {}
+        self._sends: set[str] = set()
+        self._is_plan_unsaid = False
 
     def register(self, tensors: Mapping[str, KVTensor]) -> None:
         del tensors
 
     def begin_step(self, plan: bytes) -> None:
-        self._plan = decode(plan, Plan) if plan else None
+        """Refuse what the plan orders, unless it comes again."""
+        message = decode(plan, Plan) if plan else None
+        if message is None or message.step <= self._step:
+            return
+        self._step = message.step
+        self._is_plan_unsaid = True
+        self._sends.update(message.finished_sends)
+        for order in message.loads:
+            self._failed[order.request_id] = [
+                block for part in order.parts for block in part.engine_ids
+            ]
+        self._refused += [
+            Completion(order.id, order.refusal or self._reason, 0, 0.0)
+            for order in (*message.loads, *message.stores)
+        ]
 
     def end_step(self) -> None:
         """Nothing is stored."""
 
     def poll(self) -> WorkerOutcome:
-        plan, self._plan = self._plan, None
-        if plan is None:
+        """What was refused since the last call."""
+        if not self._is_plan_unsaid:
             return NOTHING_HAPPENED
-        failed = {
-            order.request_id: [b for part in order.parts for b in part.engine_ids]
-            for order in plan.loads
-        }
-        refused = [
-            Completion(order.id, self._reason, 0, 0.0)
-            for order in (*plan.loads, *plan.stores)
-        ]
+        self._is_plan_unsaid = False
+        failed, self._failed = self._failed, {}
+        refused, self._refused = self._refused, []
+        sends, self._sends = self._sends, set()
         return WorkerOutcome(
             frozenset(failed),
             failed,
-            frozenset(plan.finished_sends),
-            encode(Report(VERSION, self._rank, plan.step, refused)),
+            frozenset(sends),
+            encode(Report(VERSION, self._rank, self._step, refused)),
         )
 
     def drain(self) -> bytes:

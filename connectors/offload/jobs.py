@@ -1,37 +1,20 @@
 """Copies under way, as the scheduler half knows them."""
 
-from collections.abc import Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvplugin.connectors.offload.holding import Holding
 from kvplugin.connectors.offload.host_tier import Reservation
-from kvplugin.connectors.offload.messages import Completion, CopyOrder
-from kvplugin.contract import RequestView
-
-
-@dataclass(slots=True)
-class RequestState:
-    """What the scheduler half remembers of one request.
-
-    Block ids belong to one admission: a preempted request gets a new row, while jobs
-    of the old one go on with references of their own.
-    """
-
-    request: RequestView
-    row: list[int] = field(default_factory=list)
-    """Engine blocks of the present admission; empty if nothing of it is stored."""
-    admitted_after: int = -1
-    """Number of the last plan before the present admission."""
-    next_chunk: int = 0
-    """Chunks before this one need no store in this admission."""
-    has_hole: bool = False
-    """The offload policy refused a chunk of this admission: what comes after it could
-    never be hit."""
-    wait_until: float | None = None
-    """When a lookup stops waiting for transfers of others."""
-    load_failed: bool = False
-    """A load failed: this request computes the rest itself."""
-    stores: set[int] = field(default_factory=set)
-    """Ids of its store jobs under way."""
+from kvplugin.connectors.offload.messages import (
+    BlockPairs,
+    Completion,
+    CopyOrder,
+    Report,
+)
+from kvplugin.connectors.offload.requests import RequestState
+from kvplugin.errors import IntegrityError
 
 
 @dataclass(slots=True)
@@ -66,23 +49,131 @@ class Job:
         self.seconds += done.seconds
         return not self.ranks
 
+    def uses(self) -> Iterator[tuple[int, int]]:
+        """(group, host slot) of each reference that the job has."""
+        raise NotImplementedError
+
 
 @dataclass(slots=True)
 class StoreJob(Job):
     """Engine to host. The engine blocks are referenced until it ends."""
 
-    reservation: Reservation = field(kw_only=True)
+    reservations: Sequence[Reservation] = field(kw_only=True)
+    holding: Holding = field(kw_only=True)
+    """Of the admission that stores."""
 
-    @property
-    def slots(self) -> Sequence[int]:
-        """Host slots being written."""
-        return self.reservation.slots
+    def uses(self) -> Iterator[tuple[int, int]]:
+        """Slots being written."""
+        for reservation in self.reservations:
+            for slot in reservation.slots:
+                yield reservation.cut.index, slot
 
 
 @dataclass(slots=True)
 class LoadJob(Job):
     """Host to engine. The host slots are pinned until it ends."""
 
-    slots: Sequence[int] = field(kw_only=True)
+    slots: dict[int, list[int]] = field(kw_only=True)
+    """By group."""
     keys: Sequence[bytes] = field(kw_only=True)
     num_tokens: int = field(kw_only=True)
+    is_given_up: bool = False
+    """Its request has been told that it failed; the engine's blocks are referenced
+    until it really ends."""
+
+    def uses(self) -> Iterator[tuple[int, int]]:
+        """Slots being read."""
+        for group, slots in self.slots.items():
+            for slot in slots:
+                yield group, slot
+
+
+class JobTable:
+    """All jobs under way, and which of them take too long.
+
+    Args:
+        ranks: that report each job.
+        clock: monotonic seconds.
+        timeout: seconds after which a job is overdue.
+    """
+
+    def __init__(self, ranks: int, clock: Callable[[], float], timeout: float) -> None:
+        self.overdue_blocks = 0
+        """Engine blocks of overdue jobs."""
+        self._ranks = ranks
+        self._clock = clock
+        self._timeout = timeout
+        self._ids = itertools.count()
+        self._jobs: dict[int, Job] = {}
+        self._by_age: deque[int] = deque()
+        self._overdue: set[int] = set()
+
+    def __iter__(self) -> Iterator[Job]:
+        """Oldest first."""
+        return iter(self._jobs.values())
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def num_in_time(self) -> int:
+        """Jobs that are not overdue."""
+        return len(self._jobs) - len(self._overdue)
+
+    def order(
+        self, state: RequestState, parts: list[BlockPairs], refusal: str = ""
+    ) -> CopyOrder:
+        """A fresh order."""
+        return CopyOrder(next(self._ids), state.request.request_id, parts, refusal)
+
+    def new_ranks(self) -> set[int]:
+        """All that have to report a job."""
+        return set(range(self._ranks))
+
+    def add(self, job: Job) -> None:
+        """The job is given out."""
+        self._jobs[job.order.id] = job
+        self._by_age.append(job.order.id)
+
+    def ended(self, report: Report) -> Iterator[Job]:
+        """Take a report; jobs of which it was the last one missing. Late and repeated
+        ones change nothing."""
+        for done in report.completions:
+            job = self._jobs.get(done.id)
+            if job is not None and job.report(report.rank, done):
+                del self._jobs[done.id]
+                if done.id in self._overdue:
+                    self._overdue.remove(done.id)
+                    self.overdue_blocks -= len(job.engine_ids)
+                yield job
+
+    def pop_overdue(self) -> list[Job]:
+        """Jobs whose deadline has passed since the last call, oldest first."""
+        latest = self._clock() - self._timeout
+        late = []
+        while self._by_age:
+            job = self._jobs.get(self._by_age[0])
+            if job is not None and job.started > latest:
+                break
+            self._by_age.popleft()
+            if job is not None:
+                self._overdue.add(job.order.id)
+                self.overdue_blocks += len(job.engine_ids)
+                late.append(job)
+        return late
+
+    def of_kind(self, kind: type[Job]) -> Iterable[Job]:
+        """Jobs of one kind, oldest first."""
+        return (job for job in self._jobs.values() if isinstance(job, kind))
+
+    def check(self) -> None:
+        """Verify the account of overdue jobs.
+
+        Raises:
+            IntegrityError: it is wrong.
+        """
+        blocks = sum(len(self._jobs[id_].engine_ids) for id_ in self._overdue)
+        if blocks != self.overdue_blocks:
+            raise IntegrityError(
+                f"{self.overdue_blocks} blocks are said to be overdue, {blocks} are"
+            )

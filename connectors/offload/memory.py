@@ -62,6 +62,11 @@ class HostMemory:
         """The bytes, for whoever wants to look at them."""
         return memoryview(self._bytes).cast("B")
 
+    def abandon(self) -> None:
+        """Never give the memory back, whoever forgets this object: a copy that cannot
+        be ended may still use it."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._bytes))
+
     def close(self) -> None:
         """Give the memory back; no copy may be under way and no view alive."""
         del self._bytes

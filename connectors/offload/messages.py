@@ -4,10 +4,10 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of these messages. Both halves come from one installation; a mixed one is refused."""
 
-Version: TypeAlias = Literal[1]
+Version: TypeAlias = Literal[2]
 
 
 class _Message(
@@ -30,6 +30,17 @@ class CopyOrder(_Message, frozen=True):
     id: int
     request_id: str
     parts: list[BlockPairs]
+    refusal: str
+    """Why it cannot be done: it ends at once, as failed, and nothing is copied. Empty:
+    it can."""
+
+
+class HostPool(_Message, frozen=True):
+    """Host blocks of one size, shared by groups."""
+
+    groups: list[int]
+    host_blocks: int
+    """Host ids of these groups are 0..host_blocks-1."""
 
 
 class Plan(_Message, frozen=True):
@@ -37,12 +48,18 @@ class Plan(_Message, frozen=True):
 
     version: Version
     step: int
-    host_blocks: int
-    """Host ids are 0..host_blocks-1; the same in every plan."""
+    identity: str
+    """Digest of what a stored block is (`kvplugin.connectors.identity`): a worker half
+    that has another one refuses all orders."""
+    pools: list[HostPool]
+    """The same in every plan."""
     loads: list[CopyOrder]
     stores: list[CopyOrder]
     finished_sends: list[str]
     """Requests whose end the engine may now be told."""
+    given_up: list[int]
+    """Loads past their deadline. The worker half tells the engine that they failed,
+    and reports their end when it comes."""
 
 
 class Completion(_Message, frozen=True):

@@ -19,6 +19,9 @@ METRICS: Final = (
     Metric("failed_stores", Kind.COUNTER, "Stores that failed; nothing of them kept."),
     Metric("skipped_blocks", Kind.COUNTER, "Blocks not stored: host memory in use."),
     Metric("refused_blocks", Kind.COUNTER, "Blocks that the offload policy refused."),
+    Metric("lookups", Kind.COUNTER, "Admissions of requests that asked for a hit."),
+    Metric("hits", Kind.COUNTER, "Those for which a load began."),
+    Metric("hit_tokens", Kind.COUNTER, "Tokens of these loads, whatever came of them."),
     Metric("loaded_blocks", Kind.COUNTER, "Engine blocks filled from host memory."),
     Metric("loaded_tokens", Kind.COUNTER, "Tokens whose KV came from host memory."),
     Metric("loaded_bytes", Kind.COUNTER, "Bytes loaded from host memory, all ranks."),
@@ -30,6 +33,11 @@ METRICS: Final = (
     ),
     Metric("failed_loads", Kind.COUNTER, "Loads that failed; the requests know."),
     Metric(
+        "given_up_loads",
+        Kind.COUNTER,
+        "Of the failed loads those that did not end in time.",
+    ),
+    Metric(
         "recompute_seconds_saved",
         Kind.HISTOGRAM,
         "Estimated seconds that computing a load's tokens would have taken.",
@@ -39,6 +47,11 @@ METRICS: Final = (
     Metric("host_blocks", Kind.GAUGE, "Engine blocks that host memory can hold."),
     Metric("host_blocks_stored", Kind.GAUGE, "Engine blocks in host memory."),
     Metric("pending_jobs", Kind.GAUGE, "Stores and loads under way."),
+    Metric(
+        "overdue_blocks",
+        Kind.GAUGE,
+        "Engine blocks that transfers past their deadline keep.",
+    ),
     Metric(
         "policy_failures",
         Kind.GAUGE,

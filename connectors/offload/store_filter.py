@@ -1,4 +1,4 @@
-"""The offload policy as the scheduler half uses it: asked once a store."""
+"""The offload policy as the scheduler half uses it: asked once a store and group."""
 
 import logging
 from collections.abc import Sequence
@@ -19,37 +19,36 @@ class StoreFilter:
 
     Args:
         policy: to be asked.
-        chunking: how requests are cut.
         prompt_only: chunks of prompts are stored, those of outputs are not.
     """
 
-    def __init__(
-        self, policy: OffloadPolicy, chunking: Chunking, *, prompt_only: bool
-    ) -> None:
+    def __init__(self, policy: OffloadPolicy, *, prompt_only: bool) -> None:
         self.failures = 0
         """How often a policy was replaced."""
         self._policy = policy
-        self._chunking = chunking
         self._prompt_only = prompt_only
 
-    def num_wanted(self, request: RequestView, chunks: Sequence[Chunk]) -> int:
-        """How many leading chunks to store: what lies behind a refused one could never
-        be hit.
+    def mask(
+        self, request: RequestView, cut: Chunking, chunks: Sequence[Chunk]
+    ) -> list[bool]:
+        """Which chunks to store.
 
         Args:
             request: whose chunks they are.
+            cut: their group.
             chunks: those that host memory does not have, one or more, in order.
         """
         keys = [chunk.key for chunk in chunks]
-        mask = self._ask(keys, self._context(request, chunks[0].number))
-        return mask.index(False) if False in mask else len(mask)
+        return self._ask(keys, self._context(request, cut, chunks[0].number))
 
-    def _context(self, request: RequestView, depth: int) -> OffloadContext:
-        size = self._chunking.tokens
+    def _context(
+        self, request: RequestView, cut: Chunking, depth: int
+    ) -> OffloadContext:
+        size = cut.tokens
         most = request.num_prompt_tokens if self._prompt_only else request.num_tokens
         return OffloadContext(
             request_id=request.request_id,
-            group=self._chunking.group.index,
+            group=cut.index,
             depth=depth,
             block_tokens=size,
             prefix_tokens=most // size * size,

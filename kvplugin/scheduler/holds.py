@@ -47,18 +47,3 @@ class Holds:
     def release(self, reason: Reason) -> None:
         """The reason is gone; without one nothing happens."""
         self._pool.free_blocks(self._held.pop(reason, []))
-
-
-class EngineReferences:
-    """`contract.EngineBlocks` over a pool."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-
-    def acquire(self, ids: Sequence[int]) -> None:
-        """See `contract.EngineBlocks`."""
-        self._pool.touch(ids)
-
-    def release(self, ids: Sequence[int]) -> None:
-        """See `contract.EngineBlocks`."""
-        self._pool.free_blocks(ids)

@@ -26,13 +26,13 @@ from kvplugin.errors import ConfigError, IntegrityError, check_count
 from kvplugin.events import KVCacheEvent
 from kvplugin.hooks import Hooks
 from kvplugin.manager import KVCacheManager
+from kvplugin.references import EngineReferences
 from kvplugin.request import Request, RequestError
 from kvplugin.scheduler.answers import check_answer, until_end
 from kvplugin.scheduler.arrivals import check_arrival
 from kvplugin.scheduler.config import SchedulerConfig
 from kvplugin.scheduler.describe import describe
 from kvplugin.scheduler.entry import Entry
-from kvplugin.scheduler.holds import EngineReferences
 from kvplugin.scheduler.output import ModelOutput, RequestOutput, SchedulerOutput
 from kvplugin.scheduler.planner import Planner
 from kvplugin.scheduler.recovery import Recovery
@@ -83,8 +83,10 @@ class Scheduler:
         self._weight_epoch = 0
         self._in_flight: deque[tuple[int, list[Entry]]] = deque()
         self._step = 0
+        self.references = EngineReferences(manager.block_pool)
+        """Of the connector."""
         if connector is not None:
-            connector.bind_blocks(EngineReferences(manager.block_pool))
+            connector.bind_blocks(self.references)
 
     # -- requests come and go ------------------------------------------------------
 

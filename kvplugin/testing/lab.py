@@ -23,6 +23,7 @@ from kvplugin.scheduler.config import SchedulerConfig
 from kvplugin.scheduler.output import RequestOutput
 from kvplugin.scheduler.scheduler import Scheduler
 from kvplugin.spec import EngineLimits, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from kvplugin.testing.content import ContentModel
 from kvplugin.testing.faults import COMPLETES, ContentTier, Fate, FaultyTransport
 from kvplugin.testing.oracles import (
     assert_balanced,
@@ -44,7 +45,7 @@ BUDGET: Final = 16
 
 
 class Lab:
-    """One engine with one rank. Everything in it may be looked at and replaced.
+    """One engine. Everything in it may be looked at and replaced.
 
     Args:
         specs: one a group of layers.
@@ -59,6 +60,8 @@ class Lab:
         drafts: tokens that the model proposes after each sample.
         lookahead: slots that it writes behind the settled tokens.
         caching: whether blocks can be hit.
+        rereads: whether the draft model must see the last cached tokens again.
+        ranks: worker halves that `make_workers` makes.
         hooks: the plugins to ask; those that are installed if None.
         max_model_len: tokens of a request at most.
         hash_format: of block hashes; the default one if None.
@@ -78,6 +81,8 @@ class Lab:
         drafts: int = 0,
         lookahead: int = 0,
         caching: bool = True,
+        rereads: bool = False,
+        ranks: int = 1,
         hooks: Hooks | None = None,
         max_model_len: int = MAX_LEN,
         hash_format: HashFormat | None = None,
@@ -97,6 +102,7 @@ class Lab:
             max_model_len,
             self.hash_size,
             enable_caching=caching,
+            use_eagle=rereads,
             limits=EngineLimits(
                 max_model_len=max_model_len,
                 max_num_batched_tokens=chosen.max_num_batched_tokens,
@@ -107,7 +113,7 @@ class Lab:
             hooks=hooks,
         )
         watch_policy(self.kv.block_pool)
-        self.memory = watched_content(config, self.kv.block_pool)
+        self.memory = self.make_memory(config)
         self.now = 0.0
         """The scheduler's clock, in seconds; stands still unless a test moves it."""
         self.connector = connector or self.make_connector()
@@ -117,6 +123,7 @@ class Lab:
             self.kv,
             chosen,
             connector=self._counted,
+            num_ranks=ranks,
             loads_synchronously=synchronous,
             clock=lambda: self.now,
             hooks=hooks,
@@ -139,6 +146,10 @@ class Lab:
 
     # -- what a subclass may make --------------------------------------------------
 
+    def make_memory(self, config: KVCacheConfig) -> ContentModel:
+        """What is in the blocks of `kv.block_pool`; watches it."""
+        return watched_content(config, self.kv.block_pool)
+
     def make_connector(self) -> SchedulerHalf | None:
         """The scheduler half, where the constructor was not given one."""
         return None
@@ -150,7 +161,7 @@ class Lab:
     def make_workers(
         self, make_worker: Callable[[Transport], WorkerHalf] | None
     ) -> list[WorkerHalf]:
-        """The worker half, if there is one."""
+        """The worker half, if there is one; one a rank."""
         return [] if make_worker is None else [make_worker(self.transport)]
 
     # -- what may happen -----------------------------------------------------------

@@ -7,7 +7,7 @@ luck; here it needs one line. Give each worker half a `FakeTransport` in place o
 own transport and drive both halves through `kvplugin.contract`:
 
     transport = FakeTransport(lambda job: move(job, engine_memory, host_memory))
-    worker = OffloadWorker(engine, config, make_transport=lambda blocks: transport)
+    worker = OffloadWorker(engine, config, make_transport=lambda pools: transport)
 
     transport.held = True                    # from here on, nothing ends by itself
     ...                                      # steps in which the worker starts a store

@@ -15,6 +15,7 @@ from kvplugin.connectors.offload.messages import (
     BlockPairs,
     Completion,
     CopyOrder,
+    HostPool,
     Plan,
     Report,
 )
@@ -25,24 +26,33 @@ INTS = st.integers(-(2**63), 2**64 - 1)
 IDS = st.lists(INTS, max_size=3)
 FLOATS = st.floats(allow_nan=False)
 ORDERS = st.builds(
-    CopyOrder, INTS, st.text(), st.lists(st.builds(BlockPairs, INTS, IDS, IDS))
+    CopyOrder,
+    INTS,
+    st.text(),
+    st.lists(st.builds(BlockPairs, INTS, IDS, IDS)),
+    st.text(),
 )
+POOLS = st.builds(HostPool, st.lists(INTS, max_size=2), INTS)
 PLANS = st.builds(
     Plan,
     st.just(VERSION),
     INTS,
-    INTS,
+    st.text(),
+    st.lists(POOLS, max_size=2),
     st.lists(ORDERS, max_size=2),
     st.lists(ORDERS, max_size=2),
     st.lists(st.text(), max_size=2),
+    st.lists(INTS, max_size=2),
 )
 COMPLETIONS = st.builds(Completion, INTS, st.text(), INTS, FLOATS)
 REPORTS = st.builds(
     Report, st.just(VERSION), INTS, INTS, st.lists(COMPLETIONS, max_size=2)
 )
 
-ORDER = CopyOrder(7, "request", [BlockPairs(0, [1, 2], [3, 4])])
-PLAN = Plan(VERSION, 5, 100, [ORDER], [ORDER], ["done"])
+ORDER = CopyOrder(7, "request", [BlockPairs(0, [1, 2], [3, 4])], "")
+REFUSED = CopyOrder(8, "request", [BlockPairs(1, [5], [6])], "why")
+POOL = HostPool([0, 1], 100)
+PLAN = Plan(VERSION, 5, "id", [POOL], [ORDER], [REFUSED], ["done"], [6])
 REPORT = Report(VERSION, 1, 5, [Completion(7, "torn", 4096, 0.25)])
 MESSAGES = [PLAN, REPORT]
 

@@ -138,6 +138,7 @@ class FakeStreams:
         writes: Iterable[tuple[Place, object]] = (),
         reads: Iterable[Place] = (),
         buffers: Iterable[Buffer] = (),
+        runs: Callable[[], object] = lambda: None,
     ) -> None:
         """Put work on the current stream.
 
@@ -147,6 +148,7 @@ class FakeStreams:
             writes: places with the values they get.
             reads: places that are only looked at.
             buffers: must live until the work has run.
+            runs: what else it does, such as to move real bytes.
 
         Raises:
             RaceError: another access is not ordered before this one.
@@ -168,6 +170,7 @@ class FakeStreams:
         def act() -> None:
             values = [(target, self.memory.get(source)) for source, target in moves]
             self.memory.update([*values, *writes])
+            runs()
 
         references = tuple(weakref.ref(buffer) for buffer in buffers)
         stream.queue.append(Work(name, act, buffers=references))

@@ -16,12 +16,12 @@ from weakref import WeakSet
 
 from kvplugin import BlockPool
 from kvplugin.connectors.offload.config import OffloadConfig
+from kvplugin.connectors.offload.messages import HostPool
 from kvplugin.connectors.offload.scheduler import OffloadScheduler
 from kvplugin.connectors.offload.worker import OffloadWorker
 from kvplugin.contract import (
     EngineBlocks,
     Lookup,
-    ScheduledRequest,
     Step,
     WorkerHalf,
     WorkerOutcome,
@@ -87,6 +87,8 @@ class Engine:
         self._loads: dict[str, Load] = {}
         self._delayed: dict[str, tuple[Request, set[int]]] = {}
         self._preempted: set[str] = set()
+        self._given_up: set[int] = set()
+        """Blocks of loads that failed."""
 
         config = OffloadConfig(
             cpu_bytes_to_use=host_blocks * BLOCK_BYTES * self.setup.ranks, **settings
@@ -114,14 +116,21 @@ class Engine:
             self.setup.block_size,
             self.scheduler.host_blocks,
             in_use=lambda block: self.pool.ref_count(block) > 0,
-            awaits_load=lambda block: any(
-                block in load.blocks for load in self._loads.values()
-            ),
+            awaits_load=self._awaits_load,
         )
 
-    def _giving(self, transport: FakeTransport) -> Callable[[int], FakeTransport]:
-        def make_transport(host_blocks: int) -> FakeTransport:
-            assert host_blocks == self.scheduler.host_blocks
+    def _awaits_load(self, block: int) -> bool:
+        """Bytes of a load that was given up may come late, into blocks that the
+        connector keeps until then."""
+        if block in self._given_up and self.blocks.held[block]:
+            return True
+        return any(block in load.blocks for load in self._loads.values())
+
+    def _giving(
+        self, transport: FakeTransport
+    ) -> Callable[[Sequence[HostPool]], FakeTransport]:
+        def make_transport(pools: Sequence[HostPool]) -> FakeTransport:
+            assert pools == self.scheduler.host_pools
             return transport
 
         return make_transport
@@ -204,7 +213,7 @@ class Engine:
         watched = self.scheduler.watched
         plan = self.scheduler.plan_step(
             Step(
-                [_progress(w) for w in work if w.request.request_id in watched],
+                [w.progress for w in work if w.request.request_id in watched],
                 preempted,
                 sum(w.num_tokens for w in work),
             )
@@ -391,6 +400,7 @@ class Engine:
         assert load is not None, f"no load of {request_id} is under way"
         load.ranks.remove(rank)
         load.failed.update(failed)
+        self._given_up.update(failed)
         request = load.request
         must_fail = load.failed and self.setup.on_failed_load == "fail"
         if must_fail and request.phase is Phase.PARKED:
@@ -459,7 +469,9 @@ class Engine:
         found = Counter({block: self.pool.ref_count(block) for block in blocks})
         assert +found == wanted + self.blocks.held, "blocks are in use for nobody"
         if self.blocks.held:
-            assert self.scheduler.has_pending_work(), "blocks are held without a job"
+            is_overdue = self.totals.gauges["overdue_blocks"] > 0
+            has_job = self.scheduler.has_pending_work() or is_overdue
+            assert has_job, "blocks are held without a job"
         unfinished = (*self.waiting, *self.holding, *self.running)
         live = {request.request_id for request in unfinished}
         assert live.issuperset(self.scheduler.watched), "watches who has ended"
@@ -473,16 +485,8 @@ class Engine:
         assert self.pool.num_used_blocks == 0
         assert not self.blocks.held
         assert not self.scheduler.watched
+        assert not list(self.scheduler._admissions.uses()), "host memory is held"
         assert not self._views, "the connector remembers requests that have ended"
-
-
-def _progress(work: Work) -> ScheduledRequest:
-    return ScheduledRequest(
-        work.request.request_id,
-        (work.new_blocks,) if work.new_blocks else (),
-        work.start,
-        work.num_tokens,
-    )
 
 
 def _common_prefix(some: Sequence[int], others: Sequence[int]) -> list[int]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvplugin import BlockPool
+from kvplugin.contract import ScheduledRequest
 from tests.offload.content import RankMemory
 from tests.offload.setup_model import Request, Setup
 
@@ -42,6 +43,16 @@ class Work:
     @property
     def num_tokens(self) -> int:
         return max(0, len(self.histories) - self.start)
+
+    @property
+    def progress(self) -> ScheduledRequest:
+        """As the connector hears of it."""
+        return ScheduledRequest(
+            self.request.request_id,
+            (self.new_blocks,) if self.new_blocks else (),
+            self.start,
+            self.num_tokens,
+        )
 
 
 class Rows:

@@ -1,23 +1,18 @@
 """Engines with a drafter poll before they end a step; stores must not be lost."""
 
 from kvplugin.connectors.offload.config import OffloadConfig
-from kvplugin.connectors.offload.messages import (
-    VERSION,
-    BlockPairs,
-    CopyOrder,
-    Plan,
-    Report,
-)
+from kvplugin.connectors.offload.messages import HostPool, Report
 from kvplugin.connectors.offload.worker import OffloadWorker
 from kvplugin.testing.transport import FakeTransport
-from kvplugin.wire import decode, encode
+from kvplugin.wire import decode
+from tests.offload import plans
 from tests.offload.setup_model import Setup
 
 
 def plan(job: int) -> bytes:
     """A step that stores one block."""
-    order = CopyOrder(job, "request", [BlockPairs(0, [job + 1], [job])])
-    return encode(Plan(VERSION, job, 4, [], [order], []))
+    stores = [plans.order(job, [job + 1], [job])]
+    return plans.plan(Setup().info(), job, [HostPool([0], 4)], stores=stores)
 
 
 def worker_and_transport() -> tuple[OffloadWorker, FakeTransport]:

@@ -1,88 +1,34 @@
 """Real bytes through host memory and back, whatever the layout of a block."""
 
-import mmap
-from dataclasses import dataclass, field
+import threading
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvplugin.connectors.offload import host_copies
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.host_copies import HostCopies
-from kvplugin.connectors.offload.memory import HostMemory, check_machine_memory
-from kvplugin.connectors.offload.messages import (
-    VERSION,
-    BlockPairs,
-    CopyOrder,
-    Plan,
-    Report,
-)
+from kvplugin.connectors.offload.messages import HostPool, Report
 from kvplugin.connectors.offload.worker import OffloadWorker
-from kvplugin.contract import CopyJob, EngineInfo, GroupInfo, GroupKind, KVTensor
-from kvplugin.errors import CapacityError, IntegrityError, LayoutMismatchError
-from kvplugin.layout import PageLayout, TensorLayout
-from kvplugin.wire import decode, encode
+from kvplugin.contract import CopyJob, EngineInfo, GroupInfo, KVTensor
+from kvplugin.errors import (
+    ConfigError,
+    IntegrityError,
+    LayoutMismatchError,
+)
+from kvplugin.kernels.host import BlockCopier
+from kvplugin.wire import decode
+from tests.offload.layers import BLOCKS, Layer, group_of, noise, tensors_of
+from tests.offload.plans import order, plan
 
-BLOCKS = 8
 HOST_BLOCKS = 5
-
-
-@dataclass
-class Layer:
-    """One layer's KV memory: a view of some buffer, and where its blocks are."""
-
-    view: npt.NDArray[np.generic]
-    axis: int = 0
-    """Of the view, which counts blocks or equal parts of blocks."""
-    page_bytes: int = 0
-    """Of a page with room to spare; 0: the page is what the tensor has."""
-    before: npt.NDArray[np.generic] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.remember()
-
-    @property
-    def page(self) -> PageLayout:
-        nbytes = self.view.size // BLOCKS * self.view.itemsize
-        return PageLayout(self.page_bytes or nbytes, BLOCKS, padded=self.page_bytes > 0)
-
-    @property
-    def tensor(self) -> KVTensor:
-        layout = TensorLayout(
-            shape=self.view.shape,
-            strides=self.view.strides,
-            itemsize=self.view.itemsize,
-            dtype=str(self.view.dtype),
-            block_axis=self.axis,
-        )
-        return KVTensor(self.view.ctypes.data, layout)
-
-    def remember(self) -> None:
-        """Keep what all blocks hold now."""
-        self.before = self.view.copy()
-
-    def was(self, block: int) -> npt.NDArray[np.generic]:
-        """What the block held at the last `remember`."""
-        return self._part(self.before, block)
-
-    def now(self, block: int) -> npt.NDArray[np.generic]:
-        """What the block holds."""
-        return self._part(self.view, block)
-
-    def _part(
-        self, array: npt.NDArray[np.generic], block: int
-    ) -> npt.NDArray[np.generic]:
-        parts = array.shape[self.axis] // BLOCKS
-        return array.take(range(block * parts, (block + 1) * parts), self.axis)
-
-
-def noise(*shape: int, dtype: str = "uint8", seed: int = 0) -> npt.NDArray[np.generic]:
-    """Memory full of random bits."""
-    chance = np.random.default_rng(seed)
-    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer(bytearray(chance.bytes(nbytes)), dtype).reshape(shape)
+HANG_SECONDS = 60.0
+"""Nothing here takes a thousandth of it."""
+ONE_POOL = [HostPool([0], HOST_BLOCKS)]
 
 
 def block_outermost(layers: int) -> list[Layer]:
@@ -113,20 +59,14 @@ LAYOUTS = {
 }
 
 
-def group_of(layers: list[Layer], index: int = 0) -> GroupInfo:
-    names = {f"{index}.{i}": layer.page for i, layer in enumerate(layers)}
-    return GroupInfo(index, GroupKind.FULL, block_size=16, layers=names)
-
-
-def tensors_of(layers: list[Layer], index: int = 0) -> dict[str, KVTensor]:
-    return {f"{index}.{i}": layer.tensor for i, layer in enumerate(layers)}
-
-
-def copies_of(layers: list[Layer], host_blocks: int = HOST_BLOCKS) -> HostCopies:
-    for layer in layers:
+def copies_of(*groups: list[Layer], pools: list[HostPool] = ONE_POOL) -> HostCopies:
+    for layer in (layer for layers in groups for layer in layers):
         layer.remember()
-    copies = HostCopies([group_of(layers)], tensors_of(layers))
-    copies.allocate(host_blocks)
+    tensors: dict[str, KVTensor] = {}
+    for index, layers in enumerate(groups):
+        tensors |= tensors_of(layers, index)
+    copies = HostCopies([group_of(g, i) for i, g in enumerate(groups)], tensors)
+    copies.allocate(pools)
     return copies
 
 
@@ -182,22 +122,115 @@ def test_layers_that_share_memory_are_copied_once() -> None:
     copies.close()
 
 
-def test_groups_keep_their_blocks_apart() -> None:
-    small, large = Layer(noise(BLOCKS, 10, seed=1)), Layer(noise(BLOCKS, 90, seed=2))
-    copies = HostCopies(
-        [group_of([small]), group_of([large], index=1)],
-        tensors_of([small]) | tensors_of([large], index=1),
+class TestPools:
+    """Several groups: each pool has memory and a size of its own."""
+
+    small = Layer(noise(BLOCKS, 10, seed=1))
+    large = Layer(noise(BLOCKS, 90, seed=2))
+
+    @pytest.mark.parametrize(
+        "pools",
+        [
+            [HostPool([0, 1], HOST_BLOCKS)],
+            [HostPool([0], HOST_BLOCKS), HostPool([1], HOST_BLOCKS)],
+            [HostPool([1], HOST_BLOCKS), HostPool([0], 2)],
+        ],
+        ids=["shared", "apart", "of unequal sizes"],
     )
-    copies.allocate(HOST_BLOCKS)
-    parts = [(0, [0, 1], [0, 1]), (1, [0, 1], [2, 3])]
-    assert copies.execute(CopyJob(1, store=True, parts=parts)) == 2 * (10 + 90)
-    parts = [(1, [6, 7], [2, 3]), (0, [6, 7], [1, 0])]
-    copies.execute(CopyJob(2, store=False, parts=parts))
-    assert np.array_equal(small.now(6), small.was(1))
-    assert np.array_equal(small.now(7), small.was(0))
-    assert np.array_equal(large.now(6), large.was(0))
-    assert np.array_equal(large.now(7), large.was(1))
-    copies.close()
+    def test_groups_keep_their_blocks_apart(self, pools: list[HostPool]) -> None:
+        copies = copies_of([self.small], [self.large], pools=pools)
+        parts = [(0, [0, 1], [0, 1]), (1, [0, 1], [2, 3])]
+        assert copies.execute(CopyJob(1, store=True, parts=parts)) == 2 * (10 + 90)
+        parts = [(1, [6, 7], [2, 3]), (0, [6, 7], [1, 0])]
+        copies.execute(CopyJob(2, store=False, parts=parts))
+        assert np.array_equal(self.small.now(6), self.small.was(1))
+        assert np.array_equal(self.small.now(7), self.small.was(0))
+        assert np.array_equal(self.large.now(6), self.large.was(0))
+        assert np.array_equal(self.large.now(7), self.large.was(1))
+        copies.close()
+
+    def test_the_same_host_id_in_two_pools_is_two_places(self) -> None:
+        pools = [HostPool([0], HOST_BLOCKS), HostPool([1], HOST_BLOCKS)]
+        copies = copies_of([self.small], [self.large], pools=pools)
+        parts = [(0, [1], [3]), (1, [2], [3])]
+        copies.execute(CopyJob(1, store=True, parts=parts))
+        parts = [(0, [5], [3]), (1, [5], [3])]
+        copies.execute(CopyJob(2, store=False, parts=parts))
+        assert np.array_equal(self.small.now(5), self.small.was(1))
+        assert np.array_equal(self.large.now(5), self.large.was(2))
+        copies.close()
+
+    def test_memory_is_what_each_pool_needs(self) -> None:
+        pools = [HostPool([0], 7), HostPool([1], 3)]
+        copies = copies_of([self.small], [self.large], pools=pools)
+        assert copies.allocate(pools) == 7 * 10 + 3 * 90
+        assert copies.allocate([HostPool([0, 1], 4)]) == 4 * 90
+        copies.close()
+
+    def test_ids_end_where_their_own_pool_ends(self) -> None:
+        pools = [HostPool([0], 7), HostPool([1], 3)]
+        copies = copies_of([self.small], [self.large], pools=pools)
+        assert copies.execute(CopyJob(1, True, [(0, [1], [6])])) == 10
+        with pytest.raises(ValueError, match="3 is out of range"):
+            copies.execute(CopyJob(2, True, [(1, [1], [3])]))
+        copies.close()
+
+    @pytest.mark.parametrize(
+        "pools",
+        [
+            [HostPool([0, 2], 4), HostPool([1], 4)],
+            [HostPool([0, 1], 4), HostPool([1], 4)],
+        ],
+        ids=["of an unknown group", "of a group twice"],
+    )
+    def test_pools_of_other_groups_are_a_defect(self, pools: list[HostPool]) -> None:
+        copies = HostCopies([group_of([self.small])], tensors_of([self.small]))
+        with pytest.raises(IntegrityError, match="do not fit an engine that offloads"):
+            copies.allocate(pools)
+
+    def test_groups_that_overlay_the_same_bytes_are_copied_each_by_its_ids(
+        self,
+    ) -> None:
+        """As in vLLM's hybrid models: ids are unique over groups, memory is not."""
+        memory = noise(BLOCKS, 64)
+        attention, states = Layer(memory), Layer(memory[:, :40], page_bytes=64)
+        pools = [HostPool([0], 4), HostPool([1], 4)]
+        copies = copies_of([attention], [states], pools=pools)
+        parts = [(0, [1, 2], [0, 1]), (1, [3], [0])]
+        assert copies.execute(CopyJob(1, True, parts)) == 2 * 64 + 40
+        parts = [(0, [5, 6], [0, 1]), (1, [7], [0])]
+        copies.execute(CopyJob(2, False, parts))
+        assert np.array_equal(attention.now(5), attention.was(1))
+        assert np.array_equal(attention.now(6), attention.was(2))
+        assert np.array_equal(states.now(7), states.was(3))
+        assert np.array_equal(memory[7, 40:], attention.was(7)[0, 40:])
+        copies.close()
+
+    def test_a_state_page_moves_without_its_padding(self) -> None:
+        """Qwen3-Next's: 70,144 of 131,072 bytes."""
+        pages = noise(BLOCKS, 131_072)
+        state = Layer(pages[:, :70_144], page_bytes=131_072)
+        copies = copies_of([state])
+        assert copies.execute(store([3], [0])) == 70_144
+        copies.execute(load([4], [0]))
+        assert np.array_equal(state.now(4), state.was(3))
+        copies.close()
+
+    def test_a_group_that_is_not_reusable_is_left_alone(self) -> None:
+        scratch = group_of([], index=1, reusable=False)
+        copies = HostCopies([group_of([self.small]), scratch], tensors_of([self.small]))
+        copies.allocate(ONE_POOL)
+        with pytest.raises(ValueError, match="group 1 is not offloaded"):
+            copies.execute(CopyJob(1, True, [(1, [1], [0])]))
+        copies.close()
+
+    def test_a_group_whose_layers_are_on_other_ranks_needs_no_copy(self) -> None:
+        pools = [HostPool([0], 4), HostPool([1], 4)]
+        copies = copies_of([self.small], [], pools=pools)
+        parts = [(1, [3], [2]), (0, [1], [2])]
+        assert copies.execute(CopyJob(1, True, parts)) == 10
+        assert copies.execute(CopyJob(2, False, [(1, [3], [2])])) == 0
+        copies.close()
 
 
 @pytest.mark.parametrize(
@@ -225,15 +258,41 @@ def test_a_layer_that_is_not_laid_out_as_its_page_promises_is_refused() -> None:
         HostCopies([group_of([layer])], tensors_of([layer]))
 
 
-def test_a_group_without_layers_is_refused() -> None:
-    with pytest.raises(IntegrityError, match="group 0 has no layers"):
-        HostCopies([group_of([])], {})
-
-
 def test_closing_twice_is_closing_once() -> None:
     copies = copies_of([Layer(noise(BLOCKS, 50))])
     copies.close()
     copies.close()
+
+
+def test_a_copy_after_the_end_is_refused() -> None:
+    copies = copies_of([Layer(noise(BLOCKS, 50))])
+    copies.close()
+    with pytest.raises(ValueError, match="there is no host memory"):
+        copies.execute(store([1], [0]))
+
+
+def test_memory_of_a_copy_that_does_not_end_stays_mapped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Hanging(BlockCopier):
+        def copy(self, *ids: Any) -> int:
+            begun.set()
+            assert go_on.wait(HANG_SECONDS)
+            return super().copy(*ids)
+
+    monkeypatch.setattr(host_copies, "BlockCopier", Hanging)
+    layer = Layer(noise(BLOCKS, 50))
+    copies = copies_of([layer])
+    thread = threading.Thread(target=copies.execute, args=(load([3], [1]),))
+    thread.start()
+    assert begun.wait(HANG_SECONDS)
+    copies.close()
+    assert "1 copies do not end" in caplog.text
+    go_on.set()  # into memory that is gone this would end the process
+    thread.join(HANG_SECONDS)
+    assert (layer.now(3) == 0).all()
 
 
 @settings(max_examples=30, deadline=None)
@@ -262,54 +321,34 @@ def test_any_strided_view_of_blocks_survives_the_round_trip(
     copies.close()
 
 
-class TestHostMemory:
-    def test_it_is_zero_aligned_and_as_large_as_asked_for(self) -> None:
-        memory = HostMemory(100_001)
-        assert memory.address % mmap.PAGESIZE == 0
-        assert len(memory.view) == memory.nbytes == 100_001
-        assert not any(memory.view)
-        memory.close()
-
-    def test_more_than_the_machine_has_is_refused_with_the_key_to_change(self) -> None:
-        for refuse in (HostMemory, check_machine_memory):
-            with pytest.raises(CapacityError, match="lower cpu_bytes_to_use"):
-                refuse(1 << 60)
-
-
 class TestWorker:
     """The worker half over real memory and its own copy thread."""
 
     @staticmethod
-    def worker(layers: list[Layer]) -> OffloadWorker:
+    def engine(*groups: GroupInfo) -> EngineInfo:
+        return EngineInfo("engine", groups, BLOCKS, hash_block_size=16)
+
+    def worker(self, layers: list[Layer]) -> OffloadWorker:
         for layer in layers:
             layer.remember()
-        engine = EngineInfo("engine", (group_of(layers),), BLOCKS, hash_block_size=16)
+        self.info = self.engine(group_of(layers))
         # Long enough for every copy to end within the step that started it.
         config = OffloadConfig(cpu_bytes_to_use=1 << 20, copy_wait_ms=60_000)
-        worker = OffloadWorker(engine, config)
+        worker = OffloadWorker(self.info, config)
         worker.register(tensors_of(layers))
         return worker
-
-    @staticmethod
-    def plan(step: int, *, loads: list[CopyOrder], stores: list[CopyOrder]) -> bytes:
-        return encode(Plan(VERSION, step, HOST_BLOCKS, loads, stores, []))
-
-    @staticmethod
-    def order(job: int, engine_ids: list[int], host_ids: list[int]) -> CopyOrder:
-        return CopyOrder(job, f"r{job}", [BlockPairs(0, engine_ids, host_ids)])
 
     def test_what_a_step_stores_a_later_step_loads(self) -> None:
         layers = LAYOUTS["three layers of different sizes"]
         worker = self.worker(layers)
-        worker.begin_step(
-            self.plan(1, loads=[], stores=[self.order(1, [0, 1], [3, 2])])
-        )
+        stores = [order(1, [2, 1], [3, 2])]
+        worker.begin_step(plan(self.info, 1, ONE_POOL, stores=stores))
         worker.end_step()
         report = decode(worker.poll().report, Report)
         (done,) = report.completions
         assert (report.step, done.id, done.error) == (1, 1, "")
         assert done.nbytes == 2 * sum(layer.was(0).nbytes for layer in layers)
-        worker.begin_step(self.plan(2, loads=[self.order(2, [5], [2])], stores=[]))
+        worker.begin_step(plan(self.info, 2, ONE_POOL, loads=[order(2, [5], [2])]))
         worker.end_step()
         outcome = worker.poll()
         assert outcome.finished_loads == {"r2"}
@@ -321,11 +360,11 @@ class TestWorker:
     def test_a_store_reads_what_the_step_has_written(self) -> None:
         layer = Layer(noise(BLOCKS, 50))
         worker = self.worker([layer])
-        worker.begin_step(self.plan(1, loads=[], stores=[self.order(1, [3], [0])]))
+        worker.begin_step(plan(self.info, 1, ONE_POOL, stores=[order(1, [3], [0])]))
         layer.view[3] = 42
         worker.end_step()
         worker.poll()
-        worker.begin_step(self.plan(2, loads=[self.order(2, [6], [0])], stores=[]))
+        worker.begin_step(plan(self.info, 2, ONE_POOL, loads=[order(2, [6], [0])]))
         worker.poll()
         assert (layer.now(6) == 42).all()
         worker.close()
@@ -333,23 +372,73 @@ class TestWorker:
     def test_a_job_that_cannot_be_copied_fails_and_the_next_one_does_not(self) -> None:
         layer = Layer(noise(BLOCKS, 50))
         worker = self.worker([layer])
-        bad, good = self.order(1, [99], [0]), self.order(2, [1], [1])
-        worker.begin_step(self.plan(1, loads=[bad, good], stores=[]))
+        loads = [order(1, [99], [0]), order(2, [1], [1])]
+        worker.begin_step(plan(self.info, 1, ONE_POOL, loads=loads))
         worker.end_step()
         outcome = worker.poll()
         assert outcome.finished_loads == {"r1", "r2"}
         assert outcome.failed_loads == {"r1": [99]}
         worker.close()
 
+    def test_a_plan_of_more_blocks_makes_room_before_the_first_job(self) -> None:
+        """A pipeline's other rank has smaller blocks, so more of them fit."""
+        layer = Layer(noise(BLOCKS, 50))
+        worker = self.worker([layer])
+        many = [HostPool([0], 100_000)]
+        stores = [order(1, [3], [99_999])]
+        worker.begin_step(plan(self.info, 1, many, stores=stores))
+        worker.end_step()
+        (done,) = decode(worker.poll().report, Report).completions
+        assert done.error == ""
+        worker.close()
+
+    def test_a_plan_of_more_memory_than_there_is_fails_its_orders(self) -> None:
+        worker = self.worker([Layer(noise(BLOCKS, 50))])
+        many = [HostPool([0], 1 << 60)]
+        for step in (1, 2):
+            stores = [order(step, [3], [0])]
+            worker.begin_step(plan(self.info, step, many, stores=stores))
+            worker.end_step()
+            (done,) = decode(worker.poll().report, Report).completions
+            assert "lower cpu_bytes_to_use" in done.error
+        worker.close()
+
     def test_layers_without_a_tensor_are_named(self) -> None:
         layers = LAYOUTS["one layer"]
-        engine = EngineInfo("engine", (group_of(layers),), BLOCKS, hash_block_size=16)
+        engine = self.engine(group_of(layers))
         worker = OffloadWorker(engine, OffloadConfig(cpu_bytes_to_use=1 << 20))
         with pytest.raises(LayoutMismatchError, match=r"no KV tensor.*'0\.0'.*'other'"):
             worker.register({"other": layers[0].tensor})
 
+    def test_layers_of_a_group_that_is_not_reusable_need_no_tensor(self) -> None:
+        layers = LAYOUTS["one layer"]
+        scratch = group_of(layers, index=1, reusable=False)
+        engine = self.engine(group_of(layers), scratch)
+        worker = OffloadWorker(engine, OffloadConfig(cpu_bytes_to_use=1 << 20))
+        worker.register(tensors_of(layers))
+        worker.close()
+
+    def test_memory_of_an_unknown_device_is_refused_by_name(self) -> None:
+        layers = LAYOUTS["one layer"]
+        engine = self.engine(group_of(layers))
+        worker = OffloadWorker(engine, OffloadConfig(cpu_bytes_to_use=1 << 20))
+        there = {
+            name: replace(t, device="xpu:0") for name, t in tensors_of(layers).items()
+        }
+        with pytest.raises(ConfigError, match="in memory of 'xpu:0'"):
+            worker.register(there)
+
+    def test_tensors_on_several_devices_are_refused_by_name(self) -> None:
+        layers = LAYOUTS["three layers of different sizes"]
+        engine = self.engine(group_of(layers))
+        worker = OffloadWorker(engine, OffloadConfig(cpu_bytes_to_use=1 << 20))
+        tensors = tensors_of(layers)
+        tensors["0.1"] = replace(tensors["0.1"], device="cuda:1")
+        with pytest.raises(LayoutMismatchError, match="are on cpu, cuda:1"):
+            worker.register(tensors)
+
     def test_a_plan_before_the_tensors_is_a_defect(self) -> None:
-        engine = EngineInfo("engine", (group_of([]),), BLOCKS, hash_block_size=16)
+        engine = self.engine(group_of(LAYOUTS["one layer"]))
         worker = OffloadWorker(engine, OffloadConfig(cpu_bytes_to_use=1 << 20))
         with pytest.raises(IntegrityError, match="before the KV tensors"):
-            worker.begin_step(self.plan(1, loads=[], stores=[]))
+            worker.begin_step(plan(engine, 1, ONE_POOL))

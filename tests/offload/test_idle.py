@@ -2,13 +2,7 @@
 
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.idle import IdleScheduler, IdleWorker
-from kvplugin.connectors.offload.messages import (
-    VERSION,
-    BlockPairs,
-    CopyOrder,
-    Plan,
-    Report,
-)
+from kvplugin.connectors.offload.messages import CopyOrder, HostPool, Report
 from kvplugin.connectors.offload.worker import OffloadWorker
 from kvplugin.contract import (
     EMPTY_STEP,
@@ -17,17 +11,25 @@ from kvplugin.contract import (
     SchedulerHalf,
     WorkerHalf,
 )
-from kvplugin.wire import decode, encode
+from kvplugin.wire import decode
+from tests.offload import plans
 from tests.offload.engine_model import Engine
+from tests.offload.plans import order
 from tests.offload.setup_model import Request, Setup, View, prompt
 
 
-def order(job_id: int, request_id: str, blocks: list[int]) -> CopyOrder:
-    return CopyOrder(job_id, request_id, [BlockPairs(0, blocks, blocks)])
-
-
-def plan(*, loads: list[CopyOrder], stores: list[CopyOrder]) -> bytes:
-    return encode(Plan(VERSION, 5, 8, loads, stores, ["gone"]))
+def plan(step: int = 5, *, loads: list[CopyOrder], stores: list[CopyOrder]) -> bytes:
+    """Of whatever identity: it makes no difference."""
+    return plans.plan(
+        Setup().info(),
+        step,
+        [HostPool([0], 8)],
+        loads=loads,
+        stores=stores,
+        sends=["gone"],
+        given_up=[1],
+        identity="another",
+    )
 
 
 class TestIdleScheduler:
@@ -57,28 +59,45 @@ class TestIdleWorker:
         half: WorkerHalf = IdleWorker(2, "no memory on this rank")
         half.register({})
         half.begin_step(
-            plan(loads=[order(1, "a", [3, 4])], stores=[order(2, "b", [5])])
+            plan(
+                loads=[order(1, [3, 4], [0, 1]), order(3, [6], [2], refusal="why")],
+                stores=[order(2, [5], [3])],
+            )
         )
         half.end_step()
         outcome = half.poll()
-        assert outcome.finished_loads == {"a"}
-        assert outcome.failed_loads == {"a": [3, 4]}
+        assert outcome.finished_loads == {"r1", "r3"}
+        assert outcome.failed_loads == {"r1": [3, 4], "r3": [6]}
         assert outcome.finished_sends == {"gone"}
         report = decode(outcome.report, Report)
         assert (report.rank, report.step) == (2, 5)
         assert {(c.id, c.error) for c in report.completions} == {
             (1, "no memory on this rank"),
             (2, "no memory on this rank"),
+            (3, "why"),
         }
 
     def test_it_says_so_once(self) -> None:
         half = IdleWorker(0, "off")
-        half.begin_step(plan(loads=[order(1, "a", [3])], stores=[]))
-        half.poll()
+        message = plan(loads=[order(1, [3], [0])], stores=[])
+        half.begin_step(message)
+        half.begin_step(message)
+        assert half.poll().finished_loads == {"r1"}
+        assert half.poll() == NOTHING_HAPPENED
+        half.begin_step(message)
         assert half.poll() == NOTHING_HAPPENED
         half.begin_step(b"")
         half.end_step()
         assert half.poll() == NOTHING_HAPPENED
+
+    def test_two_plans_between_two_polls_are_both_refused(self) -> None:
+        half = IdleWorker(0, "off")
+        half.begin_step(plan(5, loads=[order(1, [3], [0])], stores=[]))
+        half.begin_step(plan(6, loads=[], stores=[order(2, [4], [1])]))
+        outcome = half.poll()
+        assert outcome.failed_loads == {"r1": [3]}
+        report = decode(outcome.report, Report)
+        assert (report.step, [done.id for done in report.completions]) == (6, [1, 2])
 
     def test_it_has_nothing_to_finish(self) -> None:
         half = IdleWorker(0, "off")

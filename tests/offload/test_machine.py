@@ -44,6 +44,8 @@ SETTINGS = st.fixed_dictionaries(
         "offload_prompt_only": st.booleans(),
         "min_load_tokens": st.sampled_from([None, 1, 5]),
         "lookup_wait_ms": st.sampled_from([0, 100]),
+        "transfer_timeout_s": st.sampled_from([30.0, 0.1]),
+        "max_overdue_fraction": st.sampled_from([0.1, 1.0]),
     }
 )
 FATES = st.sampled_from(["complete", "", "fail", "complete", "move", 1, 3])

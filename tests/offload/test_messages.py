@@ -10,14 +10,17 @@ from kvplugin.connectors.offload.messages import (
     BlockPairs,
     Completion,
     CopyOrder,
+    HostPool,
     Plan,
     Report,
 )
 from kvplugin.errors import IntegrityError
 from kvplugin.wire import decode, encode
 
-ORDER = CopyOrder(7, "r1", [BlockPairs(0, [3, 4], [1, 2])])
-PLAN = Plan(VERSION, 3, 64, [ORDER], [], ["r0"])
+ORDER = CopyOrder(7, "r1", [BlockPairs(0, [3, 4], [1, 2])], "")
+REFUSED = CopyOrder(8, "r2", [BlockPairs(1, [5], [0])], "a block is missing")
+POOLS = [HostPool([0, 2], 64), HostPool([1], 8)]
+PLAN = Plan(VERSION, 3, "id", POOLS, [ORDER, REFUSED], [], ["r0"], [5])
 REPORT = Report(VERSION, 1, 3, [Completion(7, "", 128, 0.5)])
 
 
@@ -36,7 +39,17 @@ def test_a_message_with_a_field_more_or_less_is_refused(message: Plan | Report) 
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [(0, "1"), (1, 2.5), (2, None), (3, [[7, "r1"]]), (4, {}), (5, [1])],
+    [
+        (0, "1"),
+        (1, 2.5),
+        (2, None),
+        (3, 64),
+        (3, [[[0], "64"]]),
+        (4, [[7, "r1"]]),
+        (5, {}),
+        (6, [1]),
+        (7, ["5"]),
+    ],
 )
 def test_a_field_of_another_type_is_refused(place: int, value: Any) -> None:
     fields = msgpack.unpackb(encode(PLAN))

@@ -84,6 +84,14 @@ def troubled_engine() -> Engine:
     engine.jobs.fail(*engine.jobs.loads)
     engine.jobs.let_go()
     engine.run()
+    engine.forget_local()
+    engine.jobs.hold()
+    engine.add(prompt(64))
+    engine.step()
+    engine.clock.now += 30
+    engine.step()
+    engine.jobs.let_go()
+    engine.run()
     engine.memories[0].broken = True
     engine.serve(prompt(20, seed=1))
     engine.memories[0].broken = False

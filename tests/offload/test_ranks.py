@@ -228,12 +228,15 @@ class TestDrain:
 
     def test_a_drain_waits_for_stores_and_never_for_loads_alone(self) -> None:
         engine, _, _ = loading()
+        waits = engine.transports[0].waits
+        waits.clear()
         engine.workers[0].drain()
-        assert engine.transports[0].waits[-1] == 0
+        assert sum(waits) == 0
         engine.add(prompt(16, seed=1))
         engine.step()
+        waits.clear()
         engine.workers[0].drain()
-        assert engine.transports[0].waits[-1] == DRAIN_SECONDS
+        assert sum(waits) == pytest.approx(DRAIN_SECONDS)
 
 
 def test_a_step_waits_for_its_copies_as_long_as_is_configured() -> None:

@@ -1,8 +1,8 @@
 """The protocol between a connector and the policy that says what it stores.
 
 A tier (host memory) is written each time a block is computed, and most blocks are never
-read again. The policy is asked once for each store of a request, about all blocks of
-it, and answers with a mask.
+read again. The policy is asked once for each store of a request and group of layers,
+about all blocks of it, and answers with a mask.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class OffloadPolicy(Protocol):
 
     A prefix is hit from its start, so for groups whose blocks form one (full
     attention) the mask counts up to its first False: a block behind a hole could never
-    be loaded.
+    be loaded, in any group. Of windows and states each block counts for itself.
     """
 
     def admit(self, keys: Sequence[bytes], ctx: OffloadContext) -> Sequence[bool]:
