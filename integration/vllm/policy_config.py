@@ -49,6 +49,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What it may be told."""
     record_trace: str | None = None
     """A file that gets one line for each finished request, for `kvplugin replay`."""
+    protect_from_failed_loads: bool = True
+    """Whether all that was computed from a connector's failed synchronous load is
+    computed again; vLLM's own recovery can serve it."""
     on_start_error: Literal["fail", "disable"] = "fail"
     """If the policies cannot start: end the engine, or run it as vLLM would."""
 

@@ -4,7 +4,8 @@
     --additional-config '{"kvplugin": {"eviction_policy": "reuse"}}'
 
 Decisions are vLLM's: `schedule` is never copied. Policies are asked before it, and
-reach the block pool through subclasses that vLLM makes in place of its own.
+reach the block pool through subclasses that vLLM makes in place of its own. Beside a
+KV connector the class also undoes failed synchronous loads (`protection`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class KVPluginScheduler:
         policies = _policies(vllm_config, kv_cache_config, hash_block_size)
         if policies is None:
             return base(vllm_config, kv_cache_config, **kwargs)
+        if policies.config.protect_from_failed_loads and vllm_config.kv_transfer_config:
+            base = _protected(base)
         return with_policies(base)(
             vllm_config, kv_cache_config, policies=policies, **kwargs
         )
@@ -66,6 +69,12 @@ def _policies(
     from kvplugin.integration.vllm.policies import start_policies
 
     return start_policies(vllm_config, kv_cache_config, hash_block_size)
+
+
+def _protected(base: Any) -> Any:
+    from kvplugin.integration.vllm.protection import with_protection
+
+    return with_protection(base)
 
 
 def own_class(vllm_config: Any) -> Any:

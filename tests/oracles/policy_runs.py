@@ -28,7 +28,7 @@ def answer(runs: list[PolicyRun]) -> list[Outcome]:
 
 def _outcome(run: PolicyRun) -> Outcome:
     before = vllm_scheduler.KVCacheManager
-    errors = _Errors()
+    errors = Errors()
     with (
         patch.dict(os.environ, run.environment),
         _newer(run.newer),
@@ -61,7 +61,7 @@ def _failing(name: str) -> Any:
     return patch(f"kvplugin.{name}", side_effect=boom)
 
 
-class _Errors(logging.Handler):
+class Errors(logging.Handler):
     """What kvplugin logs while it is entered."""
 
     def __init__(self) -> None:
@@ -71,16 +71,17 @@ class _Errors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "Errors":
         logging.getLogger("vllm.kvplugin").addHandler(self)
+        return self
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger("vllm.kvplugin").removeHandler(self)
 
 
-def make_scheduler(run: PolicyRun) -> Any:
-    """A scheduler as the engine makes it."""
-    config = _config(run)
+def make_scheduler(run: PolicyRun, config: Any = None) -> Any:
+    """A scheduler as the engine makes it, by default for `config_of(run)`."""
+    config = config or config_of(run)
     arguments = {
         "vllm_config": config,
         "kv_cache_config": vllm_core.config(run.num_blocks, run.groups),
@@ -99,7 +100,7 @@ def make_scheduler(run: PolicyRun) -> Any:
     return kind(**arguments)
 
 
-def _config(run: PolicyRun) -> Any:
+def config_of(run: PolicyRun) -> Any:
     """The parts of a VllmConfig that either scheduler reads."""
     return SimpleNamespace(
         additional_config={"kvplugin": run.settings or {}},
