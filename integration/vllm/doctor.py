@@ -8,9 +8,11 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from kvplugin.integration.vllm.environment import is_disabled
+from kvplugin.integration.vllm.failures import MATRIX, Channel
 from kvplugin.integration.vllm.versions import (
     PROBES,
     TESTED_VERSIONS,
+    Probe,
     vllm_version,
 )
 
@@ -43,13 +45,8 @@ def examine() -> Iterator[Finding]:
     if is_disabled():
         yield Finding(Verdict.NOTE, "KVPLUGIN_DISABLE", "every entry point is inert")
     if installed is not None:
-        for probe in PROBES:
-            missing = probe.missing()
-            yield Finding(
-                Verdict.FAIL if missing else Verdict.OK,
-                f"{probe.module}.{probe.name}",
-                f"{probe.feature} is off: {missing}" if missing else probe.feature,
-            )
+        yield from _failed_loads(installed)
+        yield from (_bound(probe, installed) for probe in PROBES)
 
 
 def _library(name: str) -> Finding:
@@ -66,6 +63,29 @@ def _vllm(installed: str | None) -> Finding:
     if installed.split("+")[0] in TESTED_VERSIONS:
         return Finding(Verdict.OK, "vllm", f"{installed} (tested: {tested})")
     return Finding(Verdict.NOTE, "vllm", f"{installed} is untested (tested: {tested})")
+
+
+def _failed_loads(installed: str) -> Iterator[Finding]:
+    """What a load that failed ends as here."""
+    for row in MATRIX:
+        if installed.startswith(row.vllm):
+            scheduler = row.scheduler.replace("`", "")
+            verdict = Verdict.NOTE if row.channel is Channel.NONE else Verdict.OK
+            yield Finding(
+                verdict,
+                f"failed loads, groups: {row.groups}, scheduler: {scheduler}",
+                f"said by {row.channel}; recompute: {row.recompute}; fail: {row.fail}",
+            )
+
+
+def _bound(probe: Probe, installed: str) -> Finding:
+    """A name of vLLM's, and whether it is as expected."""
+    name = f"{probe.module}.{probe.name}"
+    if not (missing := probe.missing()):
+        return Finding(Verdict.OK, name, probe.feature)
+    if probe.lacked_by and installed.startswith(probe.lacked_by):
+        return Finding(Verdict.NOTE, name, f"{probe.feature}: not in this version")
+    return Finding(Verdict.FAIL, name, f"{probe.feature} is off: {missing}")
 
 
 def _entry_point() -> Finding:

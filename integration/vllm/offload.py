@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvplugin.connectors.offload.config import OffloadConfig
+from kvplugin.connectors.offload.coverage import unserved
 from kvplugin.connectors.offload.idle import IdleScheduler, IdleWorker
 from kvplugin.connectors.offload.metrics import METRICS
 from kvplugin.connectors.offload.scheduler import OffloadScheduler
@@ -17,11 +18,10 @@ from kvplugin.errors import ConfigError
 from kvplugin.integration.vllm.connector import VllmConnector
 from kvplugin.integration.vllm.environment import is_disabled
 from kvplugin.integration.vllm.stats import VllmPromMetrics, VllmStats
+from kvplugin.integration.vllm.vllm019 import takes_states
 from kvplugin.settings import read_settings
 
 logger = logging.getLogger("vllm.kvplugin.offload")
-
-_SERVED: Final = frozenset({GroupKind.FULL, GroupKind.MLA})
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class KVPluginOffloadConnector(VllmConnector):
         return self._start(self._scheduler_half, self._idle_scheduler)
 
     def _scheduler_half(self, config: OffloadConfig) -> SchedulerHalf:
-        engine = self.engine_info()
+        engine = self.engine_info(config.weight_epoch)
         if reason := _unserved(engine):
             return self._idle_scheduler(reason)
         events = self._vllm_config.kv_events_config
@@ -49,13 +49,17 @@ class KVPluginOffloadConnector(VllmConnector):
             config,
             enable_events=bool(events and events.enable_kv_cache_events),
         )
-        block_bytes = engine.groups[0].block_bytes * engine.world_size
-        logger.info(
-            "kvplugin offload: %d blocks of %d tokens in %.2f GiB of host memory",
-            half.host_blocks,
-            engine.groups[0].block_size,
-            half.host_blocks * block_bytes / 2**30,
-        )
+        for pool in half.host_pools:
+            groups = [engine.groups[index] for index in pool.groups]
+            block_bytes = groups[0].block_bytes * engine.world_size
+            logger.info(
+                "kvplugin offload: %d blocks of %s tokens in %.2f GiB of host memory "
+                "for group %s",
+                pool.host_blocks,
+                " or ".join(sorted({str(group.block_size) for group in groups})),
+                pool.host_blocks * block_bytes / 2**30,
+                ", ".join(f"{group.index} ({group.kind})" for group in groups),
+            )
         return half
 
     def _idle_scheduler(self, reason: str) -> SchedulerHalf:
@@ -66,7 +70,7 @@ class KVPluginOffloadConnector(VllmConnector):
         return self._start(self._worker_half, self._idle_worker)
 
     def _worker_half(self, config: OffloadConfig) -> WorkerHalf:
-        engine = self.engine_info()
+        engine = self.engine_info(config.weight_epoch)
         if reason := _unserved(engine):
             return self._idle_worker(reason)
         return OffloadWorker(engine, config)
@@ -84,7 +88,7 @@ class KVPluginOffloadConnector(VllmConnector):
             super(KVPluginOffloadConnector, self).register_kv_caches(kv_caches)
             return self._worker
 
-        self.set_worker_half(self._start(register, self._idle_worker))
+        self._worker = self._start(register, self._idle_worker)
 
     def _start(
         self, start: Callable[[OffloadConfig], T], idle: Callable[[str], T]
@@ -110,9 +114,19 @@ class KVPluginOffloadConnector(VllmConnector):
             logger.error("kvplugin offload is disabled, it did not start: %s", error)
             return idle(f"it did not start: {error}")
 
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """All hits come from host memory (asked by 0.32)."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        del request
+        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+
     def get_kv_connector_stats(self) -> VllmStats | None:
         if self.role is not KVConnectorRole.SCHEDULER:
-            return None
+            # 0.19 asks the scheduler's side only where a worker has said something.
+            return VllmStats() if self._notes.tells else None
         stats = self._scheduler.take_stats()
         return None if stats is None else VllmStats(asdict(stats))
 
@@ -127,10 +141,21 @@ class KVPluginOffloadConnector(VllmConnector):
 
 def _unserved(engine: EngineInfo) -> str:
     """Why this model is left alone; empty if it is served."""
-    kinds = [group.kind for group in engine.groups]
-    if len(kinds) == 1 and kinds[0] in _SERVED:
-        return ""
-    return (
-        "it serves models with one group of full attention, this one has: "
-        f"{', '.join(kinds) or 'no KV cache'}"
-    )
+    for group in engine.groups:
+        if group.kind is GroupKind.CROSS_ATTENTION:
+            return (
+                f"group {group.index} is of kind {group.kind}: what an encoder has "
+                "made is not found by the tokens of a prompt"
+            )
+        if group.kind is GroupKind.MAMBA and not group.reusable:
+            return (
+                f"group {group.index} is of kind {group.kind}, and vLLM keeps no "
+                "state at the ends of blocks (mamba_cache_mode 'none', as where "
+                "enable_prefix_caching is off): nothing could be hit"
+            )
+        if group.kind is GroupKind.MAMBA and not takes_states(group):
+            return (
+                f"group {group.index} is of kind {group.kind}, and vLLM 0.19 takes no "
+                "hit of a connector in mamba_cache_mode 'align': a newer vLLM does"
+            )
+    return unserved(engine)

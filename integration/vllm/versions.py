@@ -12,8 +12,11 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-TESTED_VERSIONS: Final = ("0.32.0",)
-"""Versions of vLLM that the tests run on."""
+TESTED_VERSIONS: Final = ("0.19.1", "0.32.0")
+"""Versions of vLLM that the tests run on (`make test-vllm-019`, `make test`)."""
+
+V019: Final = "0.19.1"
+"""The oldest of them."""
 
 logger = logging.getLogger("vllm.kvplugin.versions")
 
@@ -24,6 +27,7 @@ SCHEDULER_CLASS: Final = "policies"
 EVICTION: Final = "eviction policies"
 WAITING: Final = "waiting order, admission, demand"
 VICTIM: Final = "preemption victims"
+FAILED_LOADS: Final = "protection from failed synchronous loads"
 """Features of `KVPluginScheduler`, each off where something that it needs is not."""
 
 
@@ -42,6 +46,8 @@ class Probe:
     served: tuple[str, ...] = ()
     """Public methods that a class of ours in its place has; more would be called in
     vain. Empty: nothing takes its place."""
+    lacked_by: str = ""
+    """Version that does not have it, and where kvplugin does without."""
 
     def missing(self) -> str:
         """What does not exist of it, or of ours; empty if all is there."""
@@ -89,10 +95,15 @@ PROBES: Final = (
         f"{_V1}.base",
         "KVConnectorTransferResults",
         (),
-        "failed loads by request (0.32)",
+        "failed loads by request",
+        lacked_by=V019,
     ),
     Probe(f"{_V1}.metrics", "KVConnectorStats", ("aggregate",), "metrics"),
     Probe(f"{_V1}.metrics", "KVConnectorPromMetrics", ("observe",), "metrics"),
+    *(
+        Probe("vllm.distributed.kv_events", name, (), "KV events of host memory")
+        for name in ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+    ),
     *(
         Probe("vllm.v1.kv_cache_interface", name, (), "kinds of KV cache groups")
         for name in (
@@ -115,7 +126,8 @@ PROBES: Final = (
         "vllm.v1.core.kv_cache_utils",
         "resolve_kv_cache_block_sizes",
         (),
-        "hash block size (0.32)",
+        "hash block size",
+        lacked_by=V019,
     ),
     Probe(
         f"{_CORE}.kv_cache_coordinator",
@@ -205,6 +217,62 @@ PROBES: Final = (
     ),
     Probe(f"{_CORE}.kv_cache_utils", "BlockHashListWithBlockSize", (), WAITING),
     Probe(f"{_CORE}.kv_cache_manager", "KVCacheManager", ("get_blocks",), VICTIM),
+    *(
+        Probe(
+            f"{_CORE}.sched.{module}",
+            name,
+            ("schedule",),
+            FAILED_LOADS,
+            {
+                "update_from_output": ("scheduler_output", "model_runner_output"),
+                "_handle_invalid_blocks": ("invalid_block_ids",),
+                "_preempt_request": ("request", "timestamp"),
+                "_build_kv_connector_meta": ("connector", "scheduler_output"),
+            },
+        )
+        for module, name in (
+            ("scheduler", "Scheduler"),
+            ("async_scheduler", "AsyncScheduler"),
+        )
+    ),
+    *(
+        Probe(f"{_CORE}.sched.output", name, (), FAILED_LOADS, {"__init__": fields})
+        for name, fields in {
+            "SchedulerOutput": (
+                "scheduled_new_reqs",
+                "scheduled_cached_reqs",
+                "num_scheduled_tokens",
+                "preempted_req_ids",
+            ),
+            "NewRequestData": ("req_id", "block_ids"),
+            "CachedRequestData": ("req_ids", "resumed_req_ids", "new_block_ids"),
+        }.items()
+    ),
+    Probe(
+        f"{_CORE}.kv_cache_manager",
+        "KVCacheManager",
+        (),
+        FAILED_LOADS,
+        {
+            "evict_blocks": ("block_ids",),
+            "get_block_ids": ("request_id",),
+            "free": ("request",),
+        },
+    ),
+    Probe(f"{_CORE}.kv_cache_utils", "KVCacheBlock", ("block_hash",), FAILED_LOADS),
+    Probe(
+        "vllm.v1.request",
+        "RequestStatus",
+        ("RUNNING", "WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS", "is_finished"),
+        FAILED_LOADS,
+    ),
+    Probe(
+        f"{_V1}.base",
+        "KVConnectorBase_V1",
+        (),
+        FAILED_LOADS,
+        {"get_num_new_matched_tokens": ("request",)},
+    ),
 )
 
 

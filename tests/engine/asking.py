@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from kvplugin.integration.vllm.connector import _local_workers
+from kvplugin.integration.vllm.connector import VllmConnector, _local_workers
 
 BLOCK = 128
 """Tokens of a block: vLLM's default on a CPU."""
@@ -23,20 +23,27 @@ class Answer:
     finish_reason: str
 
 
-def ask(llm: Any, prompts: list[list[int]], max_tokens: int = 4) -> list[Answer]:
-    """Greedy answers to prompts given as token ids, all in one batch."""
+def greedy(max_tokens: int) -> Any:
+    """Sampling parameters of every question here."""
     from vllm import SamplingParams
 
-    greedy = SamplingParams(
+    return SamplingParams(
         temperature=0.0, max_tokens=max_tokens, logprobs=5, detokenize=False
     )
+
+
+def ask(llm: Any, prompts: list[list[int]], max_tokens: int = 4) -> list[Answer]:
+    """Greedy answers to prompts given as token ids, all in one batch."""
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        greedy(max_tokens),
+        use_tqdm=False,
     )
-    return [_answer(output) for output in outputs]
+    return [answer_of(output) for output in outputs]
 
 
-def _answer(output: Any) -> Answer:
+def answer_of(output: Any) -> Answer:
+    """What a `RequestOutput` with log-probabilities says."""
     (completion,) = output.outputs
     return Answer(
         tokens=tuple(completion.token_ids),
@@ -77,13 +84,30 @@ def balance(llm: Any) -> dict[str, int]:
 
     Runs the connector's own integrity check as well.
     """
+    (balance,) = balances(llm)
+    return balance
+
+
+def balances(llm: Any) -> list[dict[str, int]]:
+    """`balance` of each connector of ours, where there are several connectors."""
     connector = scheduler(llm).connector
-    half = connector._scheduler
-    half.check()
+    ours = [
+        one
+        for one in getattr(connector, "sub_connectors", [connector])
+        if isinstance(one, VllmConnector)
+    ]
     pool = scheduler(llm).kv_cache_manager.block_pool
+    used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+    return [{"engine blocks": used} | _held_by(one._scheduler) for one in ours]
+
+
+def _held_by(half: Any) -> dict[str, int]:
+    half.check()
     return {
-        "engine blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-        "host slots": half._tier.num_busy,
+        "host slots": sum(
+            pool.num_usable_blocks - pool.get_num_free_blocks()
+            for pool in half._tier._pools
+        ),
         "jobs": len(half._jobs),
         "requests": len(half._requests),
         "watched": len(half.watched),
@@ -96,15 +120,41 @@ def preemptions(llm: Any) -> float:
 
 
 def corrupt_host_memory(llm: Any) -> int:
-    """Flip bits of everything in host memory; returns the bytes changed."""
+    """Flip bits of everything in host memory; returns the bytes changed. Again: as it
+    was."""
     import numpy as np
 
     del llm
     (worker,) = _local_workers.values()
-    memory = worker._copies._memory
-    view = np.frombuffer(memory.view, dtype=np.uint8)
-    view ^= 0x15
-    return int(view.size)
+    views = [
+        np.frombuffer(memory.view, dtype=np.uint8)
+        for memory, _ in worker._copies._memory.memories
+    ]
+    for view in views:
+        view ^= 0x15
+    return sum(view.size for view in views)
+
+
+def corrupt_group(llm: Any, group: int) -> int:
+    """Flip bits of all that host memory holds of one group; returns the bytes changed.
+    Again: as it was."""
+    import ctypes
+
+    import numpy as np
+
+    (worker,) = _local_workers.values()
+    tier = scheduler(llm).connector._scheduler._tier
+    cut, slots = tier._cuts[group], tier._pool_of[group].cached_blocks(group).values()
+    changed = 0
+    for slot in slots:
+        for block in range(cut.blocks):
+            for region in worker._copies._memory.regions[group]:
+                start = region.address + cut.host_block(slot, block) * region.stride
+                run = (ctypes.c_uint8 * region.nbytes).from_address(start)
+                view = np.frombuffer(run, dtype=np.uint8)
+                view ^= 0x15
+                changed += region.nbytes
+    return changed
 
 
 def assert_same(first: Answer, second: Answer) -> None:
@@ -142,3 +192,8 @@ def reset_within_a_second(llm: Any) -> bool:
 def number_of_groups(llm: Any) -> int:
     """KV cache groups of the model."""
     return len(scheduler(llm).kv_cache_config.kv_cache_groups)
+
+
+def set_failure_policy(llm: Any, policy: str) -> None:
+    """As if vLLM had been started with this `kv_load_failure_policy`."""
+    scheduler(llm).recompute_kv_load_failures = policy == "recompute"

@@ -8,7 +8,7 @@ import pytest
 
 from kvplugin.integration.demo.model import cache_folder, prepare_smollm2, tiny_llama
 from tests.engine.host import EngineHost
-from tests.engine.models import tiny_gemma
+from tests.engine.hybrids import GEMMA, QWEN3_NEXT
 
 StartEngine = Callable[..., EngineHost]
 
@@ -34,7 +34,13 @@ def llama() -> Path:
 @pytest.fixture(scope="session")
 def gemma() -> Path:
     """A random hybrid model."""
-    return tiny_gemma(cache_folder() / "tests" / "gemma-6")
+    return GEMMA.build(cache_folder() / "tests" / GEMMA.name)
+
+
+@pytest.fixture(scope="session")
+def qwen3_next() -> Path:
+    """A random hybrid model with recurrent states."""
+    return QWEN3_NEXT.build(cache_folder() / "tests" / QWEN3_NEXT.name)
 
 
 @pytest.fixture(scope="module")

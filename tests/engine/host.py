@@ -11,6 +11,7 @@ from typing import Any
 
 from kvplugin.integration.demo.environment import ENVIRONMENT
 from kvplugin.integration.vllm.render import offload_transfer_config
+from tests.engine.version import arguments_here
 
 ENGINE_DEFAULTS = {
     "max_model_len": 4096,
@@ -98,7 +99,7 @@ def _serve(
             prepare()
         from vllm import LLM
 
-        llm = LLM(**engine)
+        llm = LLM(**arguments_here(engine))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         return

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvplugin.integration.vllm.render import policy_arguments
-from tests.engine.asking import BLOCK, Answer, _answer, scheduler
+from tests.engine.asking import BLOCK, Answer, answer_of, scheduler
 
 TOPICS = ("the tides of the northern sea", "a garden behind an old mill")
 
@@ -70,7 +70,7 @@ def uncached(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[Answer
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False
     )
-    return [_answer(output) for output in outputs]
+    return [answer_of(output) for output in outputs]
 
 
 def ask_with(

