@@ -169,6 +169,8 @@ class EngineConfig(
     tensor_parallel_size: int = 1
     scheduler: SchedulerConfig = SchedulerConfig()
     enable_prefix_caching: bool = True
+    disable_hybrid_kv_cache_manager: bool = False
+    """Manage windows and chunks as full attention, in one group."""
     mamba_cache_mode: Literal["none", "align", "all"] = "align"
     mamba_chunk_size: int | None = None
     """Tokens between the states of mode ``all``; None for `block_size`."""
@@ -184,6 +186,8 @@ class EngineConfig(
     """Of requests that bring no seed of their own."""
     engine_id: str = "reference"
     """Names this engine to connectors, among others."""
+    model_name: str = "reference"
+    """What connectors call the model's weights; other weights need another name."""
     device: str = "cpu"
     record_logits: bool = False
     """Keep the logits of each sampled token, for tests."""

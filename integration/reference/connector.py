@@ -11,6 +11,7 @@ from kvplugin.contract import (
     EngineInfo,
     GroupInfo,
     GroupKind,
+    ModelIdentity,
     SchedulerHalf,
     WorkerHalf,
 )
@@ -19,6 +20,7 @@ from kvplugin.spec import (
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -66,6 +68,9 @@ def engine_info(
     hash_block_size: int,
     rank: int = 0,
     world_size: int = 1,
+    max_model_len: int = 0,
+    max_step_tokens: int = 0,
+    model: ModelIdentity = ModelIdentity(),  # noqa: B008
     prefix_caching: bool = True,
     engine_id: str = "reference",
 ) -> EngineInfo:
@@ -77,27 +82,55 @@ def engine_info(
         hash_block_size: tokens of a block hash.
         rank: of the tensor-parallel ranks.
         world_size: their number.
+        max_model_len: tokens of the longest request.
+        max_step_tokens: tokens that a step computes at most.
+        model: whose KV it is.
         prefix_caching: whether the engine has it.
         engine_id: names the engine among others.
     """
-    groups = tuple(
-        GroupInfo(
-            index=index,
-            kind=group_kind(group.kv_cache_spec, group.own_layer_names),
-            block_size=group.kv_cache_spec.block_size,
-            layers={name: tensors.layers[name].page for name in group.own_layer_names},
-        )
-        for index, group in enumerate(config.kv_cache_groups)
-    )
     return EngineInfo(
         engine_id=engine_id,
-        groups=groups,
+        groups=tuple(
+            group_info(index, group, tensors)
+            for index, group in enumerate(config.kv_cache_groups)
+        ),
         num_blocks=config.num_blocks,
         hash_block_size=hash_block_size,
         world_size=world_size,
         rank=rank,
+        max_model_len=max_model_len,
+        max_step_tokens=max_step_tokens,
+        model=model,
         prefix_caching=prefix_caching,
     )
+
+
+def group_info(index: int, group: KVCacheGroupSpec, tensors: KVTensors) -> GroupInfo:
+    """What connectors may know of one group.
+
+    Windows keep nothing for drafts beyond what they read: the core gives their blocks
+    back on settled tokens.
+    """
+    names = group.own_layer_names
+    spec = layer_spec(group.kv_cache_spec, names[0])
+    return GroupInfo(
+        index=index,
+        kind=group_kind(group.kv_cache_spec, names),
+        block_size=spec.block_size,
+        layers={name: tensors.layers[name].page for name in names},
+        window=_window(spec),
+        state_every_block=isinstance(spec, MambaSpec)
+        and spec.mamba_cache_mode == "all",
+        has_drafter=group.is_eagle_group,
+    )
+
+
+def _window(spec: KVCacheSpec) -> int:
+    if isinstance(spec, SlidingWindowSpec):
+        return spec.sliding_window
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return spec.attention_chunk_size
+    return 0
 
 
 def group_kind(spec: KVCacheSpec, layers: Sequence[str]) -> GroupKind:

@@ -224,7 +224,7 @@ def watched_offload(config: OffloadConfig, watch: ContentWatch) -> Connector:
             super().__init__(
                 info,
                 config,
-                lambda blocks: watch.transport(info.rank, self._copy_thread(blocks)),
+                lambda pools: watch.transport(info.rank, self.own_transport(pools)),
             )
 
     return Connector(lambda info: OffloadScheduler(info, config), Worker)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from msgspec import structs
 
-from kvplugin.contract import SchedulerHalf, WorkerHalf
+from kvplugin.contract import ModelIdentity, SchedulerHalf, WorkerHalf
 from kvplugin.errors import IntegrityError
 from kvplugin.hashing import DEFAULT_FORMAT, HashFormat, get_hash_format
 from kvplugin.hooks import Hooks
 from kvplugin.integration.reference.arrivals import check_drafter, check_tokens
 from kvplugin.integration.reference.config import EngineConfig, SamplingParams
 from kvplugin.integration.reference.connector import Connector, engine_info, register
+from kvplugin.integration.reference.layers import Memory
 from kvplugin.integration.reference.memory import (
     MemoryPlan,
     cache_settings,
@@ -145,6 +146,9 @@ class ReferenceEngine:
                 hash_block_size=self.plan.hash_block_size,
                 rank=rank,
                 world_size=len(self.ranks.runners),
+                max_model_len=self.config.max_model_len,
+                max_step_tokens=self.config.scheduler.max_num_batched_tokens,
+                model=self.identity,
                 prefix_caching=self.config.enable_prefix_caching,
                 engine_id=self.config.engine_id,
             )
@@ -154,6 +158,16 @@ class ReferenceEngine:
         for worker, runner in zip(workers, self.ranks.runners, strict=True):
             register(worker, runner.tensors)
         return connector.make_scheduler_half(infos[0]), workers
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Whose KV it is."""
+        return ModelIdentity(
+            name=self.config.model_name,
+            dtype=self.ranks.models[0].config.dtype,
+            backends=tuple(sorted({b.name for b in self.plan.backends.values()})),
+            hash_algorithm=DEFAULT_FORMAT,
+        )
 
     # -- requests ------------------------------------------------------------------
 
@@ -217,8 +231,13 @@ class ReferenceEngine:
 
     @property
     def _hash_format(self) -> HashFormat | None:
-        enabled = self.config.enable_prefix_caching
-        return get_hash_format(DEFAULT_FORMAT) if enabled else None
+        # A connector finds KV by hashes, whether the engine's own cache does or not;
+        # but a layer without memory has to see the whole prompt in one step.
+        mixers = self.ranks.models[0].mixers
+        whole = any(mixer.memory is Memory.NOTHING for mixer in mixers)
+        connected = self.scheduler_half is not None and not whole
+        needed = self.config.enable_prefix_caching or connected
+        return get_hash_format(DEFAULT_FORMAT) if needed else None
 
     def abort(self, req_id: str) -> None:
         """Nobody wants the request any more; an unknown one is fine."""
@@ -245,6 +264,8 @@ class ReferenceEngine:
         return news
 
     def _execute(self, output: SchedulerOutput) -> ModelOutput:
+        for runner in self.ranks.runners:
+            runner.zero(output)
         for half in self.worker_halves:
             half.begin_step(output.connector_plan)
         executed = self.ranks.execute(output, self._users)
@@ -314,18 +335,26 @@ class ReferenceEngine:
 
     # -- questions and orders ------------------------------------------------------
 
-    def reset_prefix_cache(self, *, local_only: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, *, local_only: bool = False, weight_epoch: int | None = None
+    ) -> bool:
         """Forget all cached KV.
 
         Args:
             local_only: leave what the connector has stored.
+            weight_epoch: the model's weights have changed, see
+                `Scheduler.reset_prefix_cache`; the connector forgets too.
 
         Returns:
-            False while something holds blocks: call again after the next step.
+            False while something holds blocks: call again after the next step, without
+            `weight_epoch`.
+
+        Raises:
+            ConfigError: the epoch is no integer above the last one.
         """
-        if local_only:
+        if local_only and weight_epoch is None:
             return self.manager.reset_prefix_cache()
-        return self.scheduler.reset_prefix_cache()
+        return self.scheduler.reset_prefix_cache(weight_epoch=weight_epoch)
 
     def state(self) -> dict[str, Any]:
         """Where everything stands, for messages."""
@@ -337,14 +366,13 @@ class ReferenceEngine:
         Raises:
             IntegrityError: naming the one that does not hold.
         """
-        half = self.scheduler_half
-        if half is None or not half.has_pending_work():
-            self.scheduler.check()  # stores under way hold references of their own
-        if half is not None:
-            half.check()
+        held = self.scheduler.references.held
+        self.scheduler.check(held.elements())
+        if self.scheduler_half is not None:
+            self.scheduler_half.check()
         for runner in self.ranks.runners:
             runner.batch.check()
-        if not self.has_work() and self.manager.usage:
+        if not self.has_work() and self.manager.usage and not held.total():
             raise IntegrityError(f"nothing to do, blocks in use: {self.state()}")
 
     def close(self) -> None:

@@ -120,6 +120,7 @@ def _limits(
         max_num_encoder_input_tokens=config.max_num_encoder_input_tokens,
         max_concurrent_batches=scheduler.pipeline_depth,
         num_lookahead_tokens=scheduler.num_lookahead_tokens,
+        disable_hybrid_kv_cache_manager=config.disable_hybrid_kv_cache_manager,
         pad_page_sizes=True,
         draft_layers=draft_layers,
         kv_sharing_targets=collect_layers(mixers).kv_sharing_targets,

@@ -144,6 +144,11 @@ class Runner:
 
     # -- a step --------------------------------------------------------------------
 
+    def zero(self, output: SchedulerOutput) -> None:
+        """Zero the step's new blocks, where it matters what they held before: states
+        begin from zeros. Before loads begin, for they fill some of these blocks."""
+        self._zeroing.zero(output.new_block_ids_to_zero)
+
     def begin(self, output: SchedulerOutput) -> StepBatch:
         """Take over a step: who computes what, and in which blocks."""
         step = self.batch.apply(output)
@@ -155,7 +160,6 @@ class Runner:
             for cached in output.scheduled_cached_reqs:
                 if cached.resumed:
                     states.admit(cached.req_id, cached.num_computed_tokens)
-        self._zeroing.zero(output.new_block_ids_to_zero)
         self.step = self.metadata.build(step)
         self._state_plans = {
             group: self._plan_states(group, step) for group in self._states

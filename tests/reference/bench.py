@@ -1,10 +1,14 @@
 """A watched engine with scripted transfers, for scenarios."""
 
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from kvplugin.connectors.offload.config import OffloadConfig
+from kvplugin.connectors.offload.host_copies import HostCopies
+from kvplugin.connectors.offload.messages import HostPool
 from kvplugin.connectors.offload.scheduler import OffloadScheduler
 from kvplugin.connectors.offload.worker import OffloadWorker
 from kvplugin.contract import CopyJob, EngineInfo, Transport
@@ -35,7 +39,10 @@ BLOCK_BYTES = 2 * 4 * 2 * 16 * 8
 
 
 def offload_over(
-    watch: ContentWatch, config: OffloadConfig, make: Callable[[Any], Transport]
+    watch: ContentWatch,
+    config: OffloadConfig,
+    make: Callable[[HostCopies], Transport],
+    clock: Callable[[], float] = time.monotonic,
 ) -> Connector:
     """Offload whose copies go through a transport of the test's.
 
@@ -48,12 +55,12 @@ def offload_over(
             super().__init__(info, config, self._transport_of)
             self._rank = info.rank
 
-        def _transport_of(self, host_blocks: int) -> Transport:
-            assert self._copies is not None
-            self._copies.allocate(host_blocks)
+        def _transport_of(self, pools: Sequence[HostPool]) -> Transport:
+            assert isinstance(self._copies, HostCopies)
+            self._copies.allocate(pools)
             return watch.transport(self._rank, make(self._copies))
 
-    return Connector(lambda info: OffloadScheduler(info, config), Worker)
+    return Connector(lambda info: OffloadScheduler(info, config, clock=clock), Worker)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -72,7 +79,20 @@ def window(size: int) -> LayerConfig:
 
 
 class Bench:
-    """A watched engine, with offload over a scripted transport if asked for."""
+    """A watched engine, with offload over scripted transports if asked for.
+
+    Args:
+        layers: of the model.
+        fate: of each copy; None for no offload.
+        host_blocks: size of host memory, in blocks of `BLOCK_BYTES`.
+        right: how often drafts are right that no drafter with KV makes.
+        drafter: whether one does.
+        offload: further settings of the connector.
+        move: executes a copy.
+        transport: that ends them.
+        clock: of engine and connector.
+        changes: of `settings`.
+    """
 
     def __init__(
         self,
@@ -80,39 +100,60 @@ class Bench:
         *,
         fate: Callable[[CopyJob], Fate] | None = None,
         host_blocks: int = 4096,
-        blocks_per_chunk: int = 1,
         right: float | None = None,
         drafter: bool = False,
+        offload: Mapping[str, Any] = MappingProxyType({}),
+        move: Callable[[HostCopies, CopyJob], int] = HostCopies.execute,
+        transport: type[FaultyTransport] = FaultyTransport,
+        clock: Callable[[], float] = time.monotonic,
         **changes: Any,
     ) -> None:
         self.model = shaped(layers)
         config = settings(**changes)
         watch, connector, proposer = ContentWatch(), None, None
+        self.transports: list[FaultyTransport] = []
+        """One a rank."""
         if fate is not None:
-            offload = OffloadConfig(
+            host = OffloadConfig(
                 cpu_bytes_to_use=host_blocks * BLOCK_BYTES,
-                offload_prompt_only=False,
-                blocks_per_chunk=blocks_per_chunk,
+                **{"offload_prompt_only": False, **offload},
             )
-            connector = offload_over(watch, offload, self._transport_of(fate))
+            make = self._transport_of(fate, move, transport)
+            connector = offload_over(watch, host, make, clock)
         if drafter:
             proposer = AttentionDrafter(random_draft_model(self.model), config)
         elif right is not None:
             proposer = Oracle(self.model, config.num_drafts, right)
         self.engine = ReferenceEngine(
-            self.model, config, connector, drafter=proposer, content=watch
+            self.model,
+            config,
+            connector,
+            drafter=proposer,
+            clock=clock,
+            content=watch,
         )
         self.pool = self.engine.manager.block_pool
         self.asked: dict[str, list[int]] = {}
         self.preemptions = 0
         """Seen by `finish`."""
 
-    def _transport_of(self, fate: Callable[[CopyJob], Fate]) -> Callable[[Any], Any]:
-        def make(copies: Any) -> FaultyTransport:
-            self.transport = FaultyTransport(copies.execute, fate)
-            return self.transport
+    def _transport_of(
+        self,
+        fate: Callable[[CopyJob], Fate],
+        move: Callable[[HostCopies, CopyJob], int],
+        kind: type[FaultyTransport],
+    ) -> Callable[[HostCopies], FaultyTransport]:
+        def make(copies: HostCopies) -> FaultyTransport:
+            transport = kind(lambda job: move(copies, job), fate)
+            self.transports.append(transport)
+            return transport
 
         return make
+
+    @property
+    def transport(self) -> FaultyTransport:
+        """Of the first rank."""
+        return self.transports[0]
 
     def add(self, prompt: list[int], max_tokens: int = 4, **more: Any) -> str:
         params = SamplingParams(max_tokens=max_tokens, **more.pop("params", {}))

@@ -48,7 +48,7 @@ class Donor:
 
     def serve(self, config: EngineConfig) -> ReferenceEngine:
         """The engine that gets the donor's bytes."""
-        connector = Connector(lambda info: self.remote, self._worker)
+        connector = Connector(lambda info: self.remote, self.worker)
         self.engine = ReferenceEngine(self._model, config, connector)
         return self.engine
 
@@ -63,7 +63,8 @@ class Donor:
         self.remote.offers[mine] = tokens
         return mine
 
-    def _worker(self, info: EngineInfo) -> RemoteWorker:
+    def worker(self, info: EngineInfo) -> RemoteWorker:
+        """The worker half of one rank of the engine."""
         transport = FaultyTransport(
             lambda job: self._move(job, info.rank, info.world_size),
             lambda job: self.fate(job),

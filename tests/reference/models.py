@@ -235,6 +235,11 @@ def assert_empty(engine: ReferenceEngine) -> None:
         assert not runner.batch.requests
 
 
+def forget_local(engine: ReferenceEngine) -> None:
+    """Forget what the engine has cached, but not what the connector has."""
+    assert engine.reset_prefix_cache(local_only=True)
+
+
 def fewest_blocks(model: Model, config: EngineConfig) -> int:
     """The smallest pool that serves a request of full length."""
     drafter = Oracle(model, config.num_drafts, 0.0) if config.num_drafts else None

@@ -1,15 +1,17 @@
 """The CPU offload connector's halves under the engine: loads, failures, deadlines."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.host_copies import HostCopies
+from kvplugin.connectors.offload.messages import HostPool
 from kvplugin.connectors.offload.scheduler import OffloadScheduler
 from kvplugin.connectors.offload.worker import OffloadWorker
-from kvplugin.contract import CopyJob, EngineInfo, KVTensor
+from kvplugin.contract import CopyJob, EngineInfo
 from kvplugin.integration.reference import ReferenceEngine, SamplingParams
 from kvplugin.integration.reference.connector import Connector, offload
 from kvplugin.testing import COMPLETES, FAILS, LATE, NEVER_ENDS, TORN, Fate
@@ -19,9 +21,12 @@ from tests.reference.models import (
     FULL,
     MLA,
     RECORDS,
+    RECURRENT,
     SINK,
+    WINDOW,
     assert_empty,
     compare,
+    forget_local,
     prompts,
     serve,
     settings,
@@ -37,10 +42,6 @@ SERVED: dict[str, Any] = {
     "mla+full": (MLA, FULL),
     "sink": (SINK, SINK),
 }
-
-
-def forget_local(engine: ReferenceEngine) -> None:
-    assert engine.reset_prefix_cache(local_only=True)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -133,27 +134,21 @@ class ScriptedWorker(OffloadWorker):
 
     def __init__(self, info: EngineInfo, fate_of: Callable[[CopyJob], Fate]) -> None:
         super().__init__(info, CONFIG, self._scripted)
-        self._info = info
         self._fate_of = fate_of
 
-    def register(self, tensors: Mapping[str, KVTensor]) -> None:
-        self._real = HostCopies(self._info.groups, tensors)
-        super().register(tensors)
-
-    def _scripted(self, host_blocks: int) -> FaultyTransport:
-        self._real.allocate(host_blocks)
-        self.transport = FaultyTransport(self._real.execute, self._fate_of)
+    def _scripted(self, pools: Sequence[HostPool]) -> FaultyTransport:
+        assert isinstance(self._copies, HostCopies)
+        self._copies.allocate(pools)
+        self.transport = FaultyTransport(self._copies.execute, self._fate_of)
         return self.transport
 
-    def close(self) -> None:
-        super().close()
-        self._real.close()
 
-
-def scripted(fate_of: Callable[[CopyJob], Fate]) -> Connector:
+def scripted(
+    fate_of: Callable[[CopyJob], Fate], clock: Callable[[], float] = time.monotonic
+) -> Connector:
     """Offload whose jobs end as `fate_of` says."""
     return Connector(
-        lambda info: OffloadScheduler(info, CONFIG),
+        lambda info: OffloadScheduler(info, CONFIG, clock=clock),
         lambda info: ScriptedWorker(info, fate_of),
     )
 
@@ -162,14 +157,23 @@ def of_loads(fate: Fate) -> Callable[[CopyJob], Fate]:
     return lambda job: COMPLETES if job.store else fate
 
 
+KINDS: dict[str, Any] = {
+    "full": (FULL, FULL),
+    "full+window": (FULL, WINDOW),
+    "window+recurrent+full": (WINDOW, RECURRENT, FULL),
+    "mla": (MLA, MLA),
+}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layers", KINDS)
 @pytest.mark.parametrize("fate", [FAILS, TORN, LATE], ids=["fails", "torn", "late"])
-def test_failed_and_late_loads(fate: Fate, ranks: int) -> None:
-    batch = prompts(3)
-    config = settings(tensor_parallel_size=ranks)
+def test_failed_and_late_loads(fate: Fate, layers: str, ranks: int) -> None:
+    batch = prompts(3, common=25)
+    config = settings(tensor_parallel_size=ranks, max_num_batched_tokens=48)
     connector = scripted(of_loads(fate))
     engine, _ = serve(
-        tiny((FULL, FULL)),
+        tiny(KINDS[layers]),
         config,
         [batch, batch, batch],
         connector=connector,
@@ -183,7 +187,8 @@ def test_failed_and_late_loads(fate: Fate, ranks: int) -> None:
     )
 
 
-def test_a_load_that_fails_on_one_rank_only() -> None:
+@pytest.mark.parametrize("layers", KINDS)
+def test_a_load_that_fails_on_one_rank_only(layers: str) -> None:
     batch, made = prompts(3), []
 
     def make_worker(info: EngineInfo) -> ScriptedWorker:
@@ -192,7 +197,7 @@ def test_a_load_that_fails_on_one_rank_only() -> None:
 
     connector = Connector(lambda info: OffloadScheduler(info, CONFIG), make_worker)
     serve(
-        tiny((FULL, FULL)),
+        tiny(KINDS[layers]),
         settings(tensor_parallel_size=2),
         [batch, batch],
         connector=connector,
@@ -201,13 +206,15 @@ def test_a_load_that_fails_on_one_rank_only() -> None:
     assert made == [0, 1]
 
 
-def test_failed_stores_are_never_loaded() -> None:
+@pytest.mark.parametrize("fate", [FAILS, TORN], ids=["fails", "torn"])
+@pytest.mark.parametrize("layers", KINDS)
+def test_failed_stores_are_never_loaded(fate: Fate, layers: str) -> None:
     batch = prompts(3)
     engine, _ = serve(
-        tiny((FULL, FULL)),
+        tiny(KINDS[layers]),
         settings(),
         [batch, batch],
-        connector=scripted(lambda job: FAILS),
+        connector=scripted(lambda job: fate),
         between=forget_local,
     )
     assert not list(engine.answers.values())[3].num_cached_tokens

@@ -333,7 +333,9 @@ def test_all_allocations_of_a_chunked_prompt_are_stored() -> None:
 
 def test_a_hit_inside_a_host_chunk_loads_exactly_the_rest() -> None:
     """Scenario 53: 16 engine blocks are one on the host, of which 3 are here."""
-    bench = Bench(fate=of_stores(COMPLETES), blocks_per_chunk=16, max_model_len=96)
+    bench = Bench(
+        fate=of_stores(COMPLETES), offload={"blocks_per_chunk": 16}, max_model_len=96
+    )
     prompt = tokens(66)
     bench.ask(prompt, 2)
     bench.forget_local()

@@ -1,0 +1,1 @@
+"""A long random run of stock vLLM with offload: `make soak`."""
