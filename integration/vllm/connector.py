@@ -27,6 +27,7 @@ from kvplugin.integration.vllm.kv_events import as_vllms
 from kvplugin.integration.vllm.steps import step
 from kvplugin.integration.vllm.translate import (
     engine_info,
+    group_kinds,
     kv_tensors,
     reusable_groups,
 )
@@ -80,7 +81,8 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
         groups = kv_cache_config.kv_cache_groups
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._origin = uuid4().hex
-        self._channel = failed_loads_of(vllm_config, len(groups)).channel
+        kinds = group_kinds(kv_cache_config)
+        self._channel = failed_loads_of(vllm_config, kinds).channel
         self._live: dict[str, Any] = {}
         self._room = None
         if not has_standard_views():

@@ -1,13 +1,19 @@
 """What becomes of a load that failed, by vLLM's version and the model's groups.
 
+Block ids serve one group of full attention alone: vLLM goes back to the first bad block
+and computes on in the same row. In a row of a window or of states that entry may be the
+null block, and with several groups an id names none of them.
+
 One table: the connector picks its channel from it, `kvplugin doctor` prints it, and
 `docs/failed-loads.md` is compared with it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+from kvplugin.contract import GroupKind
 from kvplugin.integration.vllm.environment import is_disabled
 from kvplugin.integration.vllm.policy_config import (
     SCHEDULER_CLASS,
@@ -42,6 +48,8 @@ class FailedLoads:
     """Under "fail"."""
 
 
+_DENSE: Final = "one, of full attention"
+_OTHER: Final = "windows, states, or several"
 _ANY: Final = "any"
 _VLLMS: Final = "vLLM's"
 _OURS: Final = "`KVPluginScheduler`"
@@ -51,16 +59,16 @@ _ENDS: Final = "tried again three times, then the engine ends with an error"
 MATRIX: Final = (
     FailedLoads(
         "0.19.1",
-        "one",
+        _DENSE,
         _ANY,
         Channel.BLOCKS,
         "computed from the first block that failed",
         _ERROR,
     ),
-    FailedLoads("0.19.1", "several", _VLLMS, Channel.NONE, _ENDS, _ENDS),
+    FailedLoads("0.19.1", _OTHER, _VLLMS, Channel.NONE, _ENDS, _ENDS),
     FailedLoads(
         "0.19.1",
-        "several",
+        _OTHER,
         _OURS,
         Channel.BLOCKS,
         "looked up again and computed",
@@ -68,7 +76,7 @@ MATRIX: Final = (
     ),
     FailedLoads(
         "0.32",
-        "one",
+        _DENSE,
         _ANY,
         Channel.BLOCKS,
         "computed from the first block that failed",
@@ -76,7 +84,7 @@ MATRIX: Final = (
     ),
     FailedLoads(
         "0.32",
-        "several",
+        _OTHER,
         _ANY,
         Channel.REQUESTS,
         "looked up again and computed",
@@ -85,16 +93,16 @@ MATRIX: Final = (
 )
 
 
-def failed_loads(num_groups: int, own_scheduler: bool, by_request: bool) -> FailedLoads:
+def failed_loads(is_dense: bool, own_scheduler: bool, by_request: bool) -> FailedLoads:
     """The row of an engine.
 
     Args:
-        num_groups: the model's KV cache groups.
+        is_dense: the model has one KV cache group, of full attention or MLA.
         own_scheduler: `KVPluginScheduler` is its scheduler, with
             `protect_from_failed_loads`.
         by_request: its vLLM takes request ids.
     """
-    groups = "one" if num_groups == 1 else "several"
+    groups = _DENSE if is_dense else _OTHER
     schedulers = {_ANY, _OURS if own_scheduler else _VLLMS}
     (row,) = (
         row
@@ -106,9 +114,15 @@ def failed_loads(num_groups: int, own_scheduler: bool, by_request: bool) -> Fail
     return row
 
 
-def failed_loads_of(vllm_config: Any, num_groups: int) -> FailedLoads:
-    """The row of this engine, as vLLM's configuration has it."""
-    return failed_loads(num_groups, _protects(vllm_config), has_standard_views())
+def failed_loads_of(vllm_config: Any, kinds: Sequence[GroupKind]) -> FailedLoads:
+    """The row of this engine, as vLLM's configuration has it.
+
+    Args:
+        vllm_config: vLLM's.
+        kinds: of the model's KV cache groups.
+    """
+    is_dense = len(kinds) == 1 and kinds[0] in (GroupKind.FULL, GroupKind.MLA)
+    return failed_loads(is_dense, _protects(vllm_config), has_standard_views())
 
 
 def _protects(vllm_config: Any) -> bool:

@@ -1,6 +1,6 @@
 """vLLM's objects, translated once into the contract's frozen data."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -70,6 +70,7 @@ def engine_info(
     groups, num_blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
     reusable = reusable_groups(kv_cache_config)
     drafts = has_unnamed_drafter(vllm_config)
+    failures = failed_loads_of(vllm_config, group_kinds(kv_cache_config))
     return EngineInfo(
         engine_id=vllm_config.kv_transfer_config.engine_id,
         groups=tuple(
@@ -83,8 +84,7 @@ def engine_info(
         max_model_len=vllm_config.model_config.max_model_len,
         max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         model=_model_identity(vllm_config, weight_epoch),
-        reports_failed_loads=failed_loads_of(vllm_config, len(groups)).channel
-        is not Channel.NONE,
+        reports_failed_loads=failures.channel is not Channel.NONE,
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         # 0.19 does not ask: the adapter ends stores in the last step (`vllm019`).
         asks_pending_work=True,
@@ -125,16 +125,9 @@ def _group_info(
     num_blocks: int,
     drafts: bool,
 ) -> GroupInfo:
-    spec = group.kv_cache_spec
-    specs: Mapping[str, KVCacheSpec] = (
-        spec.kv_cache_specs
-        if isinstance(spec, UniformTypeKVCacheSpecs)
-        else dict.fromkeys(group.layer_names, spec)
-    )
+    spec, specs = group.kv_cache_spec, _specs(group)
     first = next(iter(specs.values()), spec)
-    # The ids of such a group count blocks of another pool.
-    elsewhere = getattr(group, "host_resident", False)
-    kind = GroupKind.OTHER if elsewhere else _kind(specs.values() or [spec])
+    kind = _kind(group)
     return GroupInfo(
         index=index,
         kind=kind,
@@ -150,9 +143,26 @@ def _group_info(
     )
 
 
-def _kind(specs: Collection[KVCacheSpec]) -> GroupKind:
-    """Of a group: layers with latent and with plain keys may share one."""
+def group_kinds(kv_cache_config: KVCacheConfig) -> list[GroupKind]:
+    """The kind of each group."""
+    return [_kind(group) for group in kv_cache_config.kv_cache_groups]
+
+
+def _specs(group: Any) -> Mapping[str, KVCacheSpec]:
+    """The spec of each layer."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return spec.kv_cache_specs
+    return dict.fromkeys(group.layer_names, spec)
+
+
+def _kind(group: Any) -> GroupKind:
+    # The ids of such a group count blocks of another pool.
+    if getattr(group, "host_resident", False):
+        return GroupKind.OTHER
+    specs = _specs(group).values() or [group.kv_cache_spec]
     kinds = {_kind_of(spec) for spec in specs}
+    # Layers with latent and with plain keys may share one.
     if kinds == {GroupKind.FULL, GroupKind.MLA}:
         return GroupKind.FULL
     return kinds.pop() if len(kinds) == 1 else GroupKind.OTHER

@@ -9,6 +9,7 @@ import pytest
 from kvplugin.integration.demo.model import cache_folder, prepare_smollm2, tiny_llama
 from tests.engine.host import EngineHost
 from tests.engine.hybrids import GEMMA, QWEN3_NEXT
+from tests.engine.models import tiny_mistral
 
 StartEngine = Callable[..., EngineHost]
 
@@ -35,6 +36,12 @@ def llama() -> Path:
 def gemma() -> Path:
     """A random hybrid model."""
     return GEMMA.build(cache_folder() / "tests" / GEMMA.name)
+
+
+@pytest.fixture(scope="session")
+def mistral() -> Path:
+    """A random model with windows alone."""
+    return tiny_mistral(cache_folder() / "tests" / "mistral-3")
 
 
 @pytest.fixture(scope="session")

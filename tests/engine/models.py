@@ -50,6 +50,30 @@ def tiny_gemma(folder: Path) -> Path:
     return _random_model(folder, make)
 
 
+def tiny_mistral(folder: Path) -> Path:
+    """A random Mistral whose layers all have a window of 128: one group, not dense."""
+
+    def make() -> Any:
+        from transformers import MistralConfig, MistralForCausalLM
+
+        return MistralForCausalLM(
+            MistralConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=128,
+                intermediate_size=256,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=64,
+                sliding_window=128,
+                max_position_embeddings=8192,
+                initializer_range=SPREAD,
+            )
+        )
+
+    return _random_model(folder, make)
+
+
 def tiny_gpt_oss(folder: Path) -> Path:
     """A random gpt-oss: a window of 128 and full attention in turn, two groups of two
     layers, four experts."""

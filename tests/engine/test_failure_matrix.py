@@ -15,17 +15,27 @@ from tests.engine.host import EngineHost, EngineStartError, offload
 from tests.engine.prompts import tokens
 
 HERE = [row for row in MATRIX if (vllm_version() or "").startswith(row.vllm)]
-TOLD = [row for row in HERE if row.channel is not Channel.NONE]
-UNTOLD = [row for row in HERE if row.channel is Channel.NONE]
+CASES = [
+    (row, model)
+    for row in HERE
+    for model in (("llama",) if row.groups.startswith("one") else ("gemma", "mistral"))
+]
+"""A model with several groups, and one whose only group has a window."""
+TOLD = [case for case in CASES if case[0].channel is not Channel.NONE]
+UNTOLD = [case for case in CASES if case[0].channel is Channel.NONE]
 
 
-def name_of(row: FailedLoads) -> str:
-    return f"{row.groups}-{'ours' if 'Plugin' in row.scheduler else 'any'}"
+def name_of(case: tuple[FailedLoads, str]) -> str:
+    row, model = case
+    return f"{model}-{'ours' if 'Plugin' in row.scheduler else 'any'}"
 
 
-def start(row: FailedLoads, start_engine: Any, models: dict[str, Path]) -> EngineHost:
+def start(
+    case: tuple[FailedLoads, str], start_engine: Any, models: dict[str, Path]
+) -> EngineHost:
+    row, model = case
     arguments: dict[str, Any] = {
-        "model": str(models[row.groups]),
+        "model": str(models[model]),
         "skip_tokenizer_init": True,
         "kv_cache_memory_bytes": 64 << 20,
         "prepare": load_faults.loads_can_fail,
@@ -37,8 +47,8 @@ def start(row: FailedLoads, start_engine: Any, models: dict[str, Path]) -> Engin
 
 
 @pytest.fixture(scope="module")
-def models(llama: Path, gemma: Path) -> dict[str, Path]:
-    return {"one": llama, "several": gemma}
+def models(llama: Path, gemma: Path, mistral: Path) -> dict[str, Path]:
+    return {"llama": llama, "gemma": gemma, "mistral": mistral}
 
 
 @pytest.fixture(scope="module", params=TOLD, ids=name_of)
@@ -92,7 +102,7 @@ def test_fail_ends_the_request_with_an_error_and_no_other(engine):
 
     assert (failed.finish_reason, failed.tokens) == ("error", ())
     assert (other.finish_reason, len(other.tokens)) == ("length", 4)
-    assert again.cached_tokens == 0, "what failed has left host memory"
+    assert again.cached_tokens < 4 * BLOCK, "what failed has left host memory"
     assert_same(cold, again)
     log = engine.log.read_text()
     assert "a load failed for request" in log
@@ -116,11 +126,11 @@ def test_a_load_past_its_deadline_is_given_up_and_its_blocks_are_kept(engine):
     assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("row", UNTOLD, ids=name_of)
+@pytest.mark.parametrize("case", UNTOLD, ids=name_of)
 def test_where_nobody_can_be_told_it_is_tried_again_and_then_the_engine_ends(
-    row, start_engine, models
+    case, start_engine, models
 ):
-    engine = start(row, start_engine, models)
+    engine = start(case, start_engine, models)
     prompt, _ = stored_prompt(engine, "untold")
     engine.run(load_faults.fail_loads, 3)
     at_last = engine.run(asking.ask_one, prompt)
