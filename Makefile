@@ -18,7 +18,8 @@ help:
 	@echo "make serve      vLLM's OpenAI server with the offload connector"
 	@echo "make test       checks and tests      make test-full   the whole matrices"
 	@echo "make check      ruff, mypy, imports   make bench       measurements"
-	@echo "make test-vllm-019   the engine tests on vLLM 0.19.1 (8 GB more)"
+	@echo "make test-vllm-019   engine tests on vLLM 0.19.1 (8 GB more)"
+	@echo "make soak       random load and faults on stock vLLM, 20 minutes"
 
 setup: $(READY) $(ORACLE)/.ready
 
@@ -67,7 +68,8 @@ test-full: check $(ORACLE)/.ready
 
 # Beside its own tests the engine tests that mean the same on both versions.
 TESTS_019 := tests/vllm019 $(patsubst %,tests/engine/test_%.py, \
-  failure_matrix failures right_answers pressure start)
+  adapter_calls translate failure_matrix failures right_answers pressure start \
+  resets protection)
 
 test-vllm-019: $(READY_019)
 	$(BIN_019)/python -m pytest -m "not full" $(TESTS_019)

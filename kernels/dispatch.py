@@ -93,7 +93,8 @@ def transfer_copier(
 ) -> Copier:
     """Copies of blocks between a device and the host, one way.
 
-    On a GPU by DMA or a kernel, as `choice.py` says of each job. A CPU's "device"
+    On a GPU by DMA or a kernel, as `choice.py` says of each job; kernels are compiled
+    now, not at the first one. A CPU's "device"
     memory is host memory like the other, and `pinned` and `cuts` mean nothing to it.
 
     Args:
@@ -115,7 +116,7 @@ def transfer_copier(
         sides = sides[::-1] if direction == "load" else sides
         copier = _module("host").BlockCopier(*sides)
     else:
-        copier = _module("transfer").TransferCopier(
+        copier = _module("transfer").warm_copier(
             device_regions, host_regions, direction, _torch(device), pinned, cuts=cuts
         )
     return copier

@@ -136,6 +136,22 @@ class TransferCopier:
         return self._engines[engine]
 
 
+def warm_copier(
+    device_regions: Sequence[Region],
+    host_regions: Sequence[Region],
+    direction: Direction,
+    device: torch.device,
+    pinned: bool,
+    cuts: Sequence[int] = (),
+) -> TransferCopier:
+    """A copier whose engines are built: no job waits for a compiler."""
+    copier = TransferCopier(
+        device_regions, host_regions, direction, device, pinned, cuts=cuts
+    )
+    copier.warm_up()
+    return copier
+
+
 def _choices(
     card: str, direction: Direction, piece_bytes: int
 ) -> Callable[[int], Engine]:

@@ -112,7 +112,8 @@ class EngineInfo:
     """Whose KV it is."""
     reports_failed_loads: bool = True
     """Whether the engine can be told that a load failed. Where it cannot (vLLM 0.19
-    with several groups), nothing may be offered that might not arrive."""
+    beside its own scheduler, but for one group of full attention), nothing may be
+    offered that might not arrive."""
     prefix_caching: bool = True
     """Whether a block loaded for one request can be hit by the next one."""
     asks_pending_work: bool = True
@@ -249,7 +250,9 @@ class SchedulerHalf(Protocol):
 
     def distrust(self, block_ids: AbstractSet[int]) -> None:
         """Blocks of the engine hold no valid bytes after all (somebody's load failed);
-        said before `apply` of the same step."""
+        said before `apply` of the same step. Nor does what was computed on top of them,
+        in this step or one that is under way: blocks of any request whose row has one
+        of these. Some engines name those too, some only what was not loaded."""
 
     def finished(self, request: RequestView) -> bool:
         """The request ended (aborted or not). True: its end is to be announced by

@@ -7,7 +7,9 @@ all they say to each other.
 - What is needed: `coverage.py` (kind by kind), `boundary.py` (all groups together).
 - What there is: `chunks.py` (keys and places), `capacity.py` (how much), `host_tier.py`
   (which), `holding.py` (what must stay together).
-- Who is served: `requests.py`, `admissions.py`, `leavings.py` (what a step leaves).
+- Who is served: `requests.py`, `admissions.py`.
+- What is stored of a step: `leavings.py` (what it leaves), `step_parts.py` (what is
+  wanted of it), `store_room.py` (what there is room for).
 - `jobs.py`: transfers under way and their deadlines.
 - `worker.py`: one rank; `load_book.py` is what it has said of loads, the rest are copy
   engines and memory.

@@ -89,13 +89,20 @@ def chunkings(engine: EngineInfo, blocks_per_chunk: int) -> tuple[Chunking, ...]
     since a boundary needs few of them, wherever it is.
 
     Raises:
-        ConfigError: the model has a kind of group that is not served, or none at all.
+        ConfigError: the model has a kind of group that is not served, or none at all,
+            or hashes that do not end where blocks end.
     """
     if reason := unserved(engine):
         raise ConfigError(f"offload cannot serve this model: {reason}")
     cuts = []
     for group in engine.groups:
         if group.reusable:
+            if group.block_size % engine.hash_block_size:
+                raise ConfigError(
+                    f"group {group.index} has blocks of {group.block_size} tokens, the "
+                    f"engine hashes {engine.hash_block_size} at a time: choose a block "
+                    "size that is a multiple of that, or a smaller hash block size"
+                )
             blocks = blocks_per_chunk if coverage_of(group).dense else 1
             cuts.append(Chunking(group, blocks, engine.hash_block_size))
     return tuple(cuts)

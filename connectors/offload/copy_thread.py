@@ -30,8 +30,9 @@ costs a second thread and nothing else."""
 MAX_THREADS: Final = 4
 """That may hang, the last one included: then the queue waits."""
 
-CLOSE_SECONDS: Final = 30.0
-"""How long `close` waits: far beyond any queue, so that a hang ends as a report."""
+MOST_SECONDS: Final = 30.0
+"""How long anybody waits for all copies under way to end, so as to close or to drain:
+far beyond any queue, so that a hang ends as a report."""
 
 _LOOK_SECONDS: Final = 0.5
 """Between two looks after the thread while waiting: the dead do not notify."""
@@ -80,7 +81,7 @@ class CopyThread:
         execute: Callable[[CopyJob], int],
         *,
         clock: Callable[[], float] = time.monotonic,
-        close_seconds: float = CLOSE_SECONDS,
+        close_seconds: float = MOST_SECONDS,
     ) -> None:
         self._execute = execute
         self._clock = clock

@@ -10,6 +10,7 @@ from typing import ClassVar, Final, Protocol
 
 from kvplugin.contract import EngineInfo, GroupInfo, GroupKind
 from kvplugin.errors import ConfigError
+from kvplugin.spec import cdiv
 
 
 class Coverage(Protocol):
@@ -49,7 +50,7 @@ class Dense:
 
     def kept(self, longest: int, step: int) -> int:
         del step
-        return -(-longest // self.block_size)
+        return cdiv(longest, self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Window:
 
     def kept(self, longest: int, step: int) -> int:
         del step
-        return -(-longest // self.block_size)
+        return cdiv(longest, self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class LocalChunk:
 
     def kept(self, longest: int, step: int) -> int:
         del step
-        return -(-longest // self.block_size)
+        return cdiv(longest, self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class State:
 
     def kept(self, longest: int, step: int) -> int:
         each = self.block_size if self.every_block else max(self.block_size, step)
-        return -(-longest // each)
+        return cdiv(longest, each)
 
 
 def _dense(group: GroupInfo) -> Coverage:

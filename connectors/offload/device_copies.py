@@ -12,7 +12,7 @@ from kvplugin.connectors.offload.pool_memory import PoolMemory, engine_regions
 from kvplugin.connectors.offload.stream_transport import StreamTransport
 from kvplugin.contract import CopyJob, GroupInfo, KVTensor
 from kvplugin.errors import CapacityError
-from kvplugin.kernels.dispatch import Copier
+from kvplugin.kernels.dispatch import Copier, transfer_copier
 from kvplugin.kernels.pinned import PinnedMemory, Registrar
 from kvplugin.kernels.region import Region
 from kvplugin.kernels.streams import CopyStreams, Direction, Keep, StreamApi
@@ -42,7 +42,6 @@ def cuda_device(name: str) -> Device:
 
     from kvplugin.kernels.pinned import CudaRegistrar
     from kvplugin.kernels.torch_streams import TorchStreams
-    from kvplugin.kernels.transfer import TransferCopier
 
     device = torch.device(name)
     index = device.index or 0
@@ -53,9 +52,7 @@ def cuda_device(name: str) -> Device:
         direction: Direction,
         cuts: Sequence[int],
     ) -> Copier:
-        copier = TransferCopier(regions, host, direction, device, True, cuts=cuts)
-        copier.warm_up()  # no step waits for a compiler
-        return copier
+        return transfer_copier(regions, host, direction, device, pinned=True, cuts=cuts)
 
     return Device(TorchStreams(index), CudaRegistrar(index), make_copier)
 

@@ -1,17 +1,14 @@
 """Holding: a request's own chunks stay in host memory until all of them are there."""
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from typing import TypeAlias
 
 from kvplugin.connectors.offload.host_tier import HostTier
 
-
-class _Held(NamedTuple):
-    end: int
-    group: int
-    slot: int
+_Held: TypeAlias = tuple[int, int, int]
+"""(tokens up to its end, group, slot): ordered as what is held may leave, last first.
+Plain tuples: a long prompt has tens of thousands."""
 
 
 class Holding:
@@ -39,21 +36,21 @@ class Holding:
         self._stores -= 1
         self._release_if_over()
 
-    def hold(self, end: int, group: int, slot: int) -> None:
-        """Reference a chunk that is there or being written.
+    def hold(self, ends: Iterable[int], group: int, slots: Sequence[int]) -> None:
+        """Reference chunks that are there or being written.
 
         Args:
-            end: tokens up to its end.
-            group: whose it is.
-            slot: where it is.
+            ends: tokens up to the end of each.
+            group: whose they are.
+            slots: where they are.
         """
-        self._tier.hold(group, [slot])
-        self._held.append(_Held(end, group, slot))
+        if slots:
+            self._tier.hold(group, slots)
+            self.take(ends, group, slots)
 
-    def take(self, ends: Sequence[int], group: int, slots: Sequence[int]) -> None:
+    def take(self, ends: Iterable[int], group: int, slots: Sequence[int]) -> None:
         """Take over references to chunks, see `hold`."""
-        for end, slot in zip(ends, slots, strict=True):
-            self._held.append(_Held(end, group, slot))
+        self._held += zip(ends, repeat(group), slots, strict=False)
 
     def take_tail(
         self, ends: Sequence[int], group: int, slots: Sequence[int], needed: range
@@ -68,12 +65,12 @@ class Holding:
                 those before are released.
         """
         tail = self._tails.pop(group, [])
-        tail += [_Held(end, group, s) for end, s in zip(ends, slots, strict=True)]
-        is_whole = {one.end for one in tail}.issuperset(needed)
+        tail += zip(ends, repeat(group), slots, strict=False)
+        is_whole = {end for end, _, _ in tail}.issuperset(needed)
         first = needed.start if is_whole else 0
-        self._tails[group] = [one for one in tail if one.end >= first]
-        gone = sorted((one for one in tail if one.end < first), reverse=True)
-        self._tier.release(group, [one.slot for one in gone])
+        self._tails[group] = [one for one in tail if one[0] >= first]
+        gone = sorted((one for one in tail if one[0] < first), reverse=True)
+        self._tier.release(group, [slot for _, _, slot in gone])
 
     def close(self) -> None:
         """Nothing more will be stored: release when all stores have ended."""
@@ -93,7 +90,7 @@ class Holding:
     def uses(self) -> Iterator[tuple[int, int]]:
         """(group, slot) of each reference."""
         every = chain(self._held, *self._tails.values())
-        return ((held.group, held.slot) for held in every)
+        return ((group, slot) for _, group, slot in every)
 
     def _release_if_over(self) -> None:
         if not (self._is_open or self._stores):
@@ -103,5 +100,4 @@ class Holding:
         held = [*self._held, *chain.from_iterable(self._tails.values())]
         self._held, self._tails = [], {}
         held.sort(reverse=True)
-        for group, run in groupby(held, attrgetter("group")):
-            self._tier.release(group, [one.slot for one in run])
+        self._tier.release_all((group, slot) for _, group, slot in held)

@@ -9,7 +9,8 @@ from kvplugin.connectors.offload.group_copiers import GroupCopiers
 from kvplugin.connectors.offload.messages import HostPool
 from kvplugin.connectors.offload.pool_memory import PoolMemory, engine_regions
 from kvplugin.contract import CopyJob, GroupInfo, KVTensor
-from kvplugin.kernels.host import BlockCopier, warm_up
+from kvplugin.kernels.dispatch import Copier, block_copier
+from kvplugin.kernels.host import warm_up
 from kvplugin.kernels.region import Region
 
 logger = logging.getLogger("vllm.kvplugin.offload")
@@ -95,7 +96,5 @@ class HostCopies:
         )
 
 
-def _copier(
-    engine: Sequence[Region], host: Sequence[Region], store: bool
-) -> BlockCopier:
-    return BlockCopier(engine, host) if store else BlockCopier(host, engine)
+def _copier(engine: Sequence[Region], host: Sequence[Region], store: bool) -> Copier:
+    return block_copier(engine, host) if store else block_copier(host, engine)

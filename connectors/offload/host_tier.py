@@ -13,9 +13,10 @@ from kvplugin.block_pool import BlockPool
 from kvplugin.connectors.offload.chunks import Chunk, Chunking
 from kvplugin.connectors.offload.messages import HostPool
 from kvplugin.connectors.offload.tier_events import stored_event
+from kvplugin.contract import RequestView
 from kvplugin.errors import IntegrityError
 from kvplugin.events import MEDIUM_CPU, KVCacheEvent
-from kvplugin.hashing import split_key
+from kvplugin.hashing import make_key, split_key
 from kvplugin.policies.eviction import NO_CONTEXT, BlockContext, EvictionPolicy
 
 
@@ -48,9 +49,12 @@ class HostTier:
     ) -> None:
         self.epoch = 0
         """How often the tier was cleared."""
+        self.version = 0
+        """Changes with what is readable or being written."""
         self._cuts = {cut.index: cut for cut in cuts}
         self._pools: list[BlockPool] = []
         self._pool_of: dict[int, BlockPool] = {}
+        self._numbers: dict[int, int] = {}
         self._blocks_per_slot: list[int] = []
         for shared in pools:
             blocks = self._cuts[shared.groups[0]].blocks
@@ -61,6 +65,7 @@ class HostTier:
                 enable_events=enable_events,
                 medium=MEDIUM_CPU,
             )
+            self._numbers |= dict.fromkeys(shared.groups, len(self._pools))
             self._pools.append(pool)
             self._blocks_per_slot.append(blocks)
             self._pool_of |= dict.fromkeys(shared.groups, pool)
@@ -106,6 +111,26 @@ class HostTier:
         slot = self.slot_of(key)
         return self._writing.get(key) if slot is None else slot
 
+    def run(self, cut: Chunking, request: RequestView, numbers: range) -> list[int]:
+        """Slots of a request's chunks of these numbers, ascending, as far as `find`
+        knows them: up to the first that it does not."""
+        hashes, group, each = request.block_hashes, cut.index, cut.hashes
+        readable, writing = self.readable(group), self._writing
+        slots: list[int] = []
+        last = min(len(hashes), numbers.stop * each)
+        for i in range((numbers.start + 1) * each - 1, last, each):
+            slot = readable.get(hashes[i])
+            if slot is None:
+                slot = writing.get(make_key(hashes[i], group))
+                if slot is None:
+                    break
+            slots.append(slot)
+        return slots
+
+    def pool_of(self, group: int) -> int:
+        """Number of the pool whose slots the group shares."""
+        return self._numbers[group]
+
     def take_evictions(self) -> int:
         """Engine blocks evicted since the last call."""
         evicted, self._evicted_blocks = self._evicted_blocks, 0
@@ -134,6 +159,7 @@ class HostTier:
             CapacityError: there are more than `room` says; nothing has changed.
         """
         pool = self._pool_of[cut.index]
+        self.version += bool(chunks)
         before = pool.num_keyed_blocks
         slots = pool.get_new_blocks(len(chunks))
         self._evicted_blocks += (before - pool.num_keyed_blocks) * cut.blocks
@@ -156,6 +182,7 @@ class HostTier:
         if reservation.epoch != self.epoch:
             pool.free_blocks(reservation.slots)
             return False
+        self.version += 1
         for chunk, slot in zip(reservation.chunks, reservation.slots, strict=True):
             del self._writing[chunk.key]
             block_hash, group = split_key(chunk.key)
@@ -168,6 +195,7 @@ class HostTier:
     def abandon(self, reservation: Reservation) -> None:
         """The bytes did not arrive: as if the store had never been."""
         if reservation.epoch == self.epoch:
+            self.version += 1
             for chunk in reservation.chunks:
                 del self._writing[chunk.key]
         self._pool_of[reservation.cut.index].free_blocks(reservation.slots)
@@ -189,15 +217,26 @@ class HostTier:
         first, first."""
         self._pool_of[group].free_blocks(slots)
 
+    def release_all(self, held: Iterable[tuple[int, int]]) -> None:
+        """`release` of (group, slot) of many groups, what may leave first, first."""
+        each: list[list[int]] = [[] for _ in self._pools]
+        slots_of = {group: each[number] for group, number in self._numbers.items()}
+        for group, slot in held:
+            slots_of[group].append(slot)
+        for pool, slots in zip(self._pools, each, strict=True):
+            pool.free_blocks(slots)
+
     # -- forgetting ----------------------------------------------------------------
 
     def drop(self, group: int, slots: Iterable[int]) -> None:
         """Make chunks unreadable whose bytes are in doubt."""
+        self.version += 1
         self._pool_of[group].evict_blocks(slots)
 
     def clear(self) -> None:
         """Forget every chunk, also those being written."""
         self.epoch += 1
+        self.version += 1
         self._writing.clear()
         # Block by block: the event that says "all cleared" names no medium, and
         # readers would forget the engine's own blocks as well.
@@ -218,9 +257,8 @@ class HostTier:
             IntegrityError: one does not hold, or the references are others.
         """
         wanted = [[0] * pool.num_blocks for pool in self._pools]
-        places = {group: self._pools.index(p) for group, p in self._pool_of.items()}
         for group, slot in uses:
-            wanted[places[group]][slot] += 1
+            wanted[self._numbers[group]][slot] += 1
         for number, pool in enumerate(self._pools):
             pool.check()
             found = [pool.ref_count(slot) for slot in range(pool.num_blocks)]

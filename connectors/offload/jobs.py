@@ -2,10 +2,11 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from kvplugin.connectors.offload.holding import Holding
+from kvplugin.connectors.offload.admissions import Admission
 from kvplugin.connectors.offload.host_tier import Reservation
 from kvplugin.connectors.offload.messages import (
     BlockPairs,
@@ -15,6 +16,8 @@ from kvplugin.connectors.offload.messages import (
 )
 from kvplugin.connectors.offload.requests import RequestState
 from kvplugin.errors import IntegrityError
+
+J = TypeVar("J", bound="Job")
 
 
 @dataclass(slots=True)
@@ -59,8 +62,10 @@ class StoreJob(Job):
     """Engine to host. The engine blocks are referenced until it ends."""
 
     reservations: Sequence[Reservation] = field(kw_only=True)
-    holding: Holding = field(kw_only=True)
-    """Of the admission that stores."""
+    admission: Admission = field(kw_only=True)
+    """Of which it stores, over by now or not."""
+    frees: bool = False
+    """Its request has given its blocks back since: they are free when it ends."""
 
     def uses(self) -> Iterator[tuple[int, int]]:
         """Slots being written."""
@@ -77,9 +82,9 @@ class LoadJob(Job):
     """By group."""
     keys: Sequence[bytes] = field(kw_only=True)
     num_tokens: int = field(kw_only=True)
-    is_given_up: bool = False
-    """Its request has been told that it failed; the engine's blocks are referenced
-    until it really ends."""
+    given_up_by: int | None = None
+    """Number of the plan whose executors tell its request that it failed; the engine's
+    blocks are referenced until it really ends."""
 
     def uses(self) -> Iterator[tuple[int, int]]:
         """Slots being read."""
@@ -107,6 +112,7 @@ class JobTable:
         self._jobs: dict[int, Job] = {}
         self._by_age: deque[int] = deque()
         self._overdue: set[int] = set()
+        self._executed: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Job]:
         """Oldest first."""
@@ -130,6 +136,10 @@ class JobTable:
         """All that have to report a job."""
         return set(range(self._ranks))
 
+    def get(self, job_id: int) -> Job | None:
+        """A job under way."""
+        return self._jobs.get(job_id)
+
     def add(self, job: Job) -> None:
         """The job is given out."""
         self._jobs[job.order.id] = job
@@ -138,6 +148,8 @@ class JobTable:
     def ended(self, report: Report) -> Iterator[Job]:
         """Take a report; jobs of which it was the last one missing. Late and repeated
         ones change nothing."""
+        latest = self._executed.get(report.rank, -1)
+        self._executed[report.rank] = max(latest, report.step)
         for done in report.completions:
             job = self._jobs.get(done.id)
             if job is not None and job.report(report.rank, done):
@@ -162,7 +174,16 @@ class JobTable:
                 late.append(job)
         return late
 
-    def of_kind(self, kind: type[Job]) -> Iterable[Job]:
+    @property
+    def awaited_loads(self) -> Iterator[LoadJob]:
+        """Loads that some rank has not told the engine to have ended or failed."""
+        known = len(self._executed) == self._ranks
+        executed = min(self._executed.values()) if known else -1
+        for job in self.of_kind(LoadJob):
+            if job.given_up_by is None or job.given_up_by > executed:
+                yield job
+
+    def of_kind(self, kind: type[J]) -> Iterator[J]:
         """Jobs of one kind, oldest first."""
         return (job for job in self._jobs.values() if isinstance(job, kind))
 

@@ -51,4 +51,7 @@ def _states(
         tokens = state.num_tokens
         if state.group == cut.index and tokens <= end and tokens % size == 0:
             found[tokens // size - 1] = state.block
-    return found
+    chosen = admission.checkpoints.get(cut.index)
+    if chosen is None:
+        return found
+    return {n: block for n, block in found.items() if (n + 1) * size in chosen}

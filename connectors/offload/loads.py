@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvplugin.connectors.metrics import Counters
 from kvplugin.connectors.offload.boundary import Boundaries
@@ -12,10 +13,21 @@ from kvplugin.connectors.offload.messages import BlockPairs
 from kvplugin.connectors.offload.recompute import RecomputeRate
 from kvplugin.connectors.offload.requests import RequestState
 from kvplugin.contract import EngineInfo, RequestView
-from kvplugin.errors import IntegrityError
+from kvplugin.errors import TransferError
 from kvplugin.policies.eviction import context_of
 
 logger = logging.getLogger("vllm.kvplugin.offload")
+
+
+class Reach(NamedTuple):
+    """How far a request could be loaded, in tokens from its start."""
+
+    now: int
+    soon: int
+    """Further where it needs chunks that are being stored."""
+    pays_to_wait: bool
+    """Soon is further, or the first chunk beyond the local hit is being loaded for
+    another request: that will be a local hit, and a second copy of it in vain."""
 
 
 class Loads:
@@ -54,13 +66,19 @@ class Loads:
 
     # -- a lookup ------------------------------------------------------------------
 
-    def reach(self, request: RequestView, local: int) -> tuple[int, int]:
-        """How far the request could be loaded: (now, soon), in tokens from its start.
+    def reach(self, state: RequestState, local: int) -> Reach:
+        """How far the request could be loaded."""
+        request = state.request
+        hashes = request.block_hashes
+        question = self._tier.version, local, request.num_tokens, len(hashes)
+        if state.answer is None or state.answer[0] != question:
+            state.answer = question, self._ends(request, local)
+        now, soon = state.answer[1]
+        is_coming = soon > local and self._is_loading(request, local, soon)
+        return Reach(now, soon, pays_to_wait=soon > now or is_coming)
 
-        Soon is further where it needs chunks that are being stored. Now is no further
-        than `local` where the first chunk beyond is being loaded for another request
-        and will be a local hit: no second copy of it is made.
-        """
+    def _ends(self, request: RequestView, local: int) -> tuple[int, int]:
+        """Tokens up to which the tier has all that is needed: now, and soon."""
         limit = request.num_tokens - 1
         hashes, readable = request.block_hashes, self._readable
         known = len(hashes)
@@ -83,8 +101,6 @@ class Loads:
         now = soon = self.boundaries.largest(local, limit, holds_soon)
         if is_writing:
             now = self.boundaries.largest(local, limit, holds_now)
-        if soon > local and self._is_loading(request, local, soon):
-            now = local
         return now, soon
 
     def _is_loading(self, request: RequestView, local: int, end: int) -> bool:
@@ -102,7 +118,7 @@ class Loads:
         """Order what fills the rows from token `local` to `end`.
 
         Raises:
-            IntegrityError: that is impossible, and the engine cannot be told.
+            TransferError: that is impossible, and the engine cannot be told.
         """
         parts: list[BlockPairs] = []
         found: dict[int, dict[bytes, int]] = {}
@@ -115,7 +131,7 @@ class Loads:
                 found[cut.index] = slots
         if refusal:
             if not self._engine.reports_failed_loads:
-                raise IntegrityError(f"request {state.request.request_id}: {refusal}")
+                raise TransferError(f"request {state.request.request_id}: {refusal}")
             parts = [BlockPairs(part.group, part.engine_ids, []) for part in parts]
             found = {}
         job = LoadJob(
@@ -137,7 +153,6 @@ class Loads:
         for key in job.keys:
             self._loading[key] = self._loading.get(key, 0) + 1
         self._jobs.add(job)
-        job.state.loads += 1
 
     def row_tokens(self, rows: Sequence[Sequence[int]]) -> int:
         """Tokens that rows of this length have room for in every group."""
@@ -170,13 +185,15 @@ class Loads:
             block = row[number] if number < len(row) else 0
             if not block:
                 if number >= needed:
-                    why = f"block {number} of group {cut.index} has no memory"
+                    why = why or f"block {number} of group {cut.index} has no memory"
                 continue
             engine.append(block)
             key = cut.key(state.request, number // cut.blocks)
             slot = None if key is None else self._tier.slot_of(key)
             if key is None or slot is None:
-                why = f"block {number} of group {cut.index} is not in host memory"
+                why = (
+                    why or f"block {number} of group {cut.index} is not in host memory"
+                )
                 continue
             found[key] = slot
             host.append(cut.host_block(slot, number))
@@ -184,22 +201,29 @@ class Loads:
 
     # -- what became of it ---------------------------------------------------------
 
-    def give_up(self, job: LoadJob) -> None:
+    def give_up(self, job: LoadJob, plan: int) -> None:
         """The load is overdue: its request is told that it failed. Its blocks must
-        have been referenced: they are written until it really ends."""
-        job.is_given_up = True
+        have been referenced: they are written until it really ends. What it reads is
+        not offered again, as the next load of it might hang as well.
+
+        Args:
+            job: the load.
+            plan: number of the plan that says so.
+        """
+        job.given_up_by = plan
         self._forget(job)
+        for group, slots in job.slots.items():
+            self._tier.drop(group, slots)
         self._counters.add("given_up_loads")
         self._failed(job, "it does not end (transfer_timeout_s)")
 
     def ended(self, job: LoadJob) -> None:
         """All ranks have reported it."""
-        job.state.loads -= 1
         for group, slots in job.slots.items():
             self._tier.release(group, slots[::-1])
             if job.error:
                 self._tier.drop(group, slots)
-        if job.is_given_up:
+        if job.given_up_by is not None:
             return
         self._forget(job)
         if job.error:

@@ -2,12 +2,35 @@
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvplugin.errors import CapacityError
+
+logger = logging.getLogger("vllm.kvplugin.offload")
+
+
+def machine_memory() -> int:
+    """Bytes that this process could use at most: of the machine, or of its control
+    group where that is less."""
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits())
+
+
+def warn_of_shared_machine(nbytes: int, ranks: int) -> None:
+    """Warn where the ranks cannot have `nbytes` bytes together if they are on one
+    machine; how many share one is not known."""
+    total = machine_memory()
+    if ranks > 1 and nbytes > total:
+        logger.warning(
+            "cpu_bytes_to_use=%d is for all %d ranks together, and this machine has "
+            "%d bytes of memory: if they are all on it, lower cpu_bytes_to_use",
+            nbytes,
+            ranks,
+            total,
+        )
 
 
 def check_machine_memory(nbytes: int) -> None:
@@ -17,7 +40,7 @@ def check_machine_memory(nbytes: int) -> None:
         CapacityError: the machine, or this process's control group, has less than
             `nbytes` bytes of memory.
     """
-    total = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits())
+    total = machine_memory()
     if nbytes > total:
         raise CapacityError(
             f"{nbytes} bytes of host memory wanted, the machine has {total}: "

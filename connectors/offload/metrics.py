@@ -31,11 +31,15 @@ METRICS: Final = (
         "Seconds a request waited for its load.",
         _COPY_SECONDS,
     ),
-    Metric("failed_loads", Kind.COUNTER, "Loads that failed; the requests know."),
+    Metric(
+        "failed_loads",
+        Kind.COUNTER,
+        "Loads whose requests were told that they failed, each counted once.",
+    ),
     Metric(
         "given_up_loads",
         Kind.COUNTER,
-        "Of the failed loads those that did not end in time.",
+        "Those of them that did not end in time, however they end later.",
     ),
     Metric(
         "recompute_seconds_saved",

@@ -1,6 +1,7 @@
 """How long recomputing tokens would take, learnt from the engine's own steps."""
 
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Final
 
 MIN_TOKENS: Final = 64
@@ -35,8 +36,11 @@ class RecomputeRate:
         return True
 
     def ended(self, step: int) -> None:
-        """A worker reports the step; only the first report counts."""
+        """A worker reports the step; only the first report counts. Earlier steps of
+        which none has come by then are forgotten."""
         start, tokens = self._started.pop(step, (0.0, 0))
+        for missed in list(takewhile(lambda other: other < step, self._started)):
+            del self._started[missed]
         if tokens:
             self._seconds = DECAY * self._seconds + self._clock() - start
             self._tokens = DECAY * self._tokens + tokens

@@ -16,10 +16,10 @@ class RequestState:
     request: RequestView
     asked_at: int | None = None
     """Tokens of the local hit at its last lookup, until it is admitted."""
+    answer: tuple[tuple[int, ...], tuple[int, int]] | None = None
+    """To its last lookup, behind all that it depends on; see `Loads.reach`."""
     admission: "Admission | None" = None
     """None while nothing of it is stored."""
-    loads: int = 0
-    """Load jobs under way."""
     admitted_after: int = -1
     """Number of the last plan before its last admission."""
     epoch: int | None = None

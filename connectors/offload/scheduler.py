@@ -3,6 +3,7 @@
 `loads.py` and `stores.py` decide what moves, `host_tier.py` knows what is there.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,8 +18,10 @@ from kvplugin.connectors.offload.delayed_ends import DelayedEnds
 from kvplugin.connectors.offload.host_tier import HostTier
 from kvplugin.connectors.offload.jobs import Job, JobTable, LoadJob, StoreJob
 from kvplugin.connectors.offload.loads import Loads
+from kvplugin.connectors.offload.memory import warn_of_shared_machine
 from kvplugin.connectors.offload.messages import VERSION, CopyOrder, Plan, Report
 from kvplugin.connectors.offload.metrics import METRICS
+from kvplugin.connectors.offload.prospects import hopeless
 from kvplugin.connectors.offload.recompute import RecomputeRate
 from kvplugin.connectors.offload.requests import RequestState
 from kvplugin.connectors.offload.store_filter import StoreFilter
@@ -35,7 +38,10 @@ from kvplugin.contract import (
 )
 from kvplugin.errors import IntegrityError
 from kvplugin.events import KVCacheEvent
+from kvplugin.hooks import Hooks, get_hooks
 from kvplugin.wire import decode, encode
+
+logger = logging.getLogger("vllm.kvplugin.offload")
 
 
 class OffloadScheduler:
@@ -50,6 +56,7 @@ class OffloadScheduler:
         config: the connector's configuration.
         clock: monotonic seconds, as the engine's scheduler counts them.
         enable_events: collect KV events of the host tier.
+        hooks: plugins that choose checkpoints; those that are installed if None.
 
     Raises:
         CapacityError: `cpu_bytes_to_use` holds not even one chunk of each kind.
@@ -64,9 +71,13 @@ class OffloadScheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
         enable_events: bool = False,
+        hooks: Hooks | None = None,
     ) -> None:
         self.host_pools = host_pools(engine, config)
         """What each pool of host memory holds."""
+        for reason in hopeless(engine, config, self.host_pools):
+            logger.warning("kvplugin offload will never hit: %s", reason)
+        warn_of_shared_machine(int(config.cpu_bytes_to_use), engine.world_size)
         self._engine = engine
         self._config = config
         self._clock = clock
@@ -88,7 +99,11 @@ class OffloadScheduler:
         shared = engine, cuts, self._tier, self._jobs, self._counters
         self._loads = Loads(*shared, self._rate, clock)
         self._stores = Stores(
-            *shared, self._filter, prompt_only=prompt_only, clock=clock
+            *shared,
+            self._filter,
+            hooks or get_hooks(),
+            prompt_only=prompt_only,
+            clock=clock,
         )
         self._admissions = self._stores.admissions
         self._min_load = config.min_load_tokens or self._loads.boundaries.unit
@@ -96,6 +111,7 @@ class OffloadScheduler:
         self._new_loads: list[CopyOrder] = []
         self._ends = DelayedEnds()
         self._step = 0
+        self._said_unbound = False
         self._counters.set("host_blocks", self.host_blocks)
         self._update_gauges()
 
@@ -110,8 +126,22 @@ class OffloadScheduler:
         return self._admissions.watched.keys()
 
     def bind_blocks(self, blocks: EngineBlocks) -> None:
-        """References to the engine's blocks; required before the first store."""
+        """References to the engine's blocks; before that, nothing is offered or
+        stored."""
         self._stores.blocks = blocks
+
+    @property
+    def _is_bound(self) -> bool:
+        is_bound = self._stores.blocks is not None
+        if not (is_bound or self._said_unbound):
+            self._said_unbound = True
+            logger.warning(
+                "kvplugin offload is idle: the engine has not handed over its block "
+                "pool, without which nothing can be kept safe while it is copied "
+                "(vLLM 0.19 does not hand it to a connector inside a MultiConnector: "
+                "use this one alone, or a newer vLLM)"
+            )
+        return is_bound
 
     # -- a request's way in --------------------------------------------------------
 
@@ -124,13 +154,13 @@ class OffloadScheduler:
         is_aligned = boundaries.floor(num_local_tokens) == num_local_tokens
         if limit - num_local_tokens < self._min_load or not is_aligned:
             return MISS
-        if state.load_failed or self._has_too_many_overdue():
+        if state.load_failed or self._has_too_many_overdue() or not self._is_bound:
             return MISS
-        now, soon = self._loads.reach(request, num_local_tokens)
-        is_worth_it = soon > now and soon - num_local_tokens >= self._min_load
-        if is_worth_it and self._may_wait(state):
+        reach = self._loads.reach(state, num_local_tokens)
+        is_worth_it = reach.soon - num_local_tokens >= self._min_load
+        if reach.pays_to_wait and is_worth_it and self._may_wait(state):
             return LATER
-        tokens = now - num_local_tokens
+        tokens = reach.now - num_local_tokens
         return Lookup(tokens) if tokens >= self._min_load else MISS
 
     def _may_wait(self, state: RequestState) -> bool:
@@ -158,7 +188,7 @@ class OffloadScheduler:
         # Without a question it may be one that was parked, for us or somebody else.
         if local is not None or state.epoch is None:
             state.epoch = self._tier.epoch
-        if state.epoch == self._tier.epoch:
+        if state.epoch == self._tier.epoch and self._is_bound:
             self._admissions.begin(state, block_ids)
         if num_external_tokens:
             self._order_load(state, block_ids, local, num_external_tokens)
@@ -233,7 +263,7 @@ class OffloadScheduler:
             if isinstance(job, LoadJob):
                 given_up.append(job.order.id)
                 if self._engine.reports_failed_loads:
-                    self._loads.give_up(job)
+                    self._loads.give_up(job, self._step + 1)
             elif isinstance(job, StoreJob):
                 job.state.stores.discard(job.order.id)
                 self._ends.store_ended(job.state)
@@ -243,10 +273,19 @@ class OffloadScheduler:
 
     def _preempted(self, request_id: str) -> None:
         state = self._requests.get(request_id)
+        if state is not None:
+            self._gives_back(state)
         # Who was admitted again in this very step keeps its new row.
         if state is not None and state.admitted_after != self._step:
             self._admissions.stop(state)
             state.epoch = None
+
+    def _gives_back(self, state: RequestState) -> None:
+        """The request leaves its blocks: stores under way are their last users."""
+        for job_id in state.stores:
+            job = self._jobs.get(job_id)
+            if isinstance(job, StoreJob):
+                job.frees = True
 
     # -- what became of it ---------------------------------------------------------
 
@@ -259,11 +298,15 @@ class OffloadScheduler:
                 self._ended(job)
 
     def distrust(self, block_ids: AbstractSet[int]) -> None:
-        """The engine says that these blocks of its own hold no valid bytes: what is
-        being stored from them will not be kept."""
-        for job in self._jobs:
-            if isinstance(job, StoreJob) and not block_ids.isdisjoint(job.engine_ids):
-                job.error = "the engine reported a source block as invalid"
+        """The engine says that these blocks of its own hold no valid bytes: of who has
+        one of them, what is being stored will not be kept, as it may have been computed
+        on top, and nothing more is stored."""
+        for job in self._jobs.of_kind(StoreJob):
+            if job.admission.is_based_on(block_ids):
+                job.error = "the engine reported blocks of its request as invalid"
+        for state in self._requests.values():
+            if state.admission is not None and state.admission.is_based_on(block_ids):
+                self._admissions.stop(state)
 
     def _ended(self, job: Job) -> None:
         if isinstance(job, StoreJob):
@@ -286,7 +329,10 @@ class OffloadScheduler:
         if state is None:
             return False
         self._admissions.stop(state)
-        if not state.stores or state.loads or self._engine.asks_pending_work:
+        self._gives_back(state)
+        if not state.stores or self._engine.asks_pending_work:
+            return False
+        if any(job.state is state for job in self._jobs.awaited_loads):
             return False
         self._ends.delay(state)
         return True
@@ -299,12 +345,13 @@ class OffloadScheduler:
 
         Returns:
             False while a load is under way: its bytes, from before the reset, may
-            still appear in the engine.
+            still appear in the engine. Not so of one that was given up, once every
+            rank has told the engine.
         """
         self._tier.clear()
         self._admissions.forget_all(self._requests.values())
         self._update_gauges()
-        return not any(self._jobs.of_kind(LoadJob))
+        return not any(self._jobs.awaited_loads)
 
     def has_pending_work(self) -> bool:
         """Transfers under way, or an end that is to be announced. One that is overdue
@@ -312,10 +359,12 @@ class OffloadScheduler:
         return bool(self._jobs.num_in_time or self._ends.are_due)
 
     def has_pending_frees(self) -> bool:
-        """Stores that have just begun: waiting for them is cheaper than preempting.
-        One that takes longer than a lookup would wait is not waited for."""
+        """Stores that have just begun, of blocks that nobody else has: waiting for them
+        is cheaper than preempting. One that takes longer than a lookup would wait is
+        not waited for."""
         oldest = self._clock() - self._wait
-        return any(job.started > oldest for job in self._jobs.of_kind(StoreJob))
+        stores = self._jobs.of_kind(StoreJob)
+        return any(job.frees and job.started > oldest for job in stores)
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events of the host tier since the last call."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvplugin.connectors.offload.chunks import Chunk, Chunking
 from kvplugin.contract import RequestView
-from kvplugin.errors import IntegrityError
+from kvplugin.errors import PluginError
 from kvplugin.events import MEDIUM_CPU
 from kvplugin.policies.eviction import context_of
 from kvplugin.policies.offload import AdmitAll, OffloadContext, OffloadPolicy
@@ -73,11 +73,11 @@ class StoreFilter:
 
 def _verify(mask: Sequence[object], n: int) -> None:
     if len(mask) != n:
-        raise IntegrityError(f"a mask of {n} keys wanted, got one of {len(mask)}")
+        raise PluginError(f"a mask of {n} keys wanted, got one of {len(mask)}")
     for wanted in mask:
         if not isinstance(wanted, bool):
             kind = type(wanted)
-            raise IntegrityError(
+            raise PluginError(
                 f"True or False wanted, got {wanted!r}, a "
                 f"{kind.__module__}.{kind.__qualname__}: convert it with bool()"
             )

@@ -1,29 +1,35 @@
 """The storing half of the scheduler half: what is kept of a step, and came of it."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvplugin.connectors.metrics import Counters
 from kvplugin.connectors.offload.admissions import Admission, Admissions
-from kvplugin.connectors.offload.chunks import (
-    Chunk,
-    Chunking,
-    alignment,
-    hashed_tokens,
-)
+from kvplugin.connectors.offload.boundary import Boundaries, behind, needed
+from kvplugin.connectors.offload.checkpoints import Checkpoints
+from kvplugin.connectors.offload.chunks import Chunking, hashed_tokens
 from kvplugin.connectors.offload.holding import Holding
 from kvplugin.connectors.offload.host_tier import HostTier, Reservation
 from kvplugin.connectors.offload.jobs import JobTable, StoreJob
 from kvplugin.connectors.offload.leavings import left_by
 from kvplugin.connectors.offload.messages import BlockPairs, CopyOrder
 from kvplugin.connectors.offload.requests import RequestState
+from kvplugin.connectors.offload.step_parts import StepPart, StepParts, ends_of
 from kvplugin.connectors.offload.store_filter import StoreFilter
+from kvplugin.connectors.offload.store_room import StoreRoom
 from kvplugin.contract import EngineBlocks, EngineInfo, ScheduledRequest
-from kvplugin.errors import IntegrityError
+from kvplugin.errors import TransferError
+from kvplugin.hooks import Hooks
 from kvplugin.policies.eviction import context_of
 
 logger = logging.getLogger("vllm.kvplugin.offload")
+
+_ENDLESS: Final = 1 << 62
+"""Chunks of a request that may be stored without end."""
+_MOST_SAID: Final = 16
+"""Warnings that the log has; some name what is different each time."""
 
 
 class Stores:
@@ -41,6 +47,7 @@ class Stores:
         jobs: all jobs under way.
         counters: of the connector.
         wanted: the offload policy.
+        hooks: plugins that choose checkpoints.
         prompt_only: of prompts alone.
         clock: monotonic seconds.
     """
@@ -53,21 +60,26 @@ class Stores:
         jobs: JobTable,
         counters: Counters,
         wanted: StoreFilter,
+        hooks: Hooks,
         *,
         prompt_only: bool,
         clock: Callable[[], float],
     ) -> None:
         self.blocks: EngineBlocks | None = None
-        self.admissions = Admissions(cuts, tier, prompt_only=prompt_only)
+        checkpoints = Checkpoints(engine, cuts, hooks)
+        self.admissions = Admissions(cuts, tier, checkpoints, prompt_only=prompt_only)
         """Of requests with something to store."""
+        self._cuts = cuts
         self._dense = [cut for cut in cuts if cut.coverage.dense]
         self._sparse = [cut for cut in cuts if not cut.coverage.dense]
-        self._unit = alignment(cuts)
+        self._boundaries = Boundaries(cuts)
+        self._grain = math.gcd(*(cut.tokens for cut in cuts))
+        self._parts = StepParts(tier, wanted, self._refuse)
+        self._room = StoreRoom(tier, self._boundaries, self._skip)
         self._hash_block_size = engine.hash_block_size
         self._tier = tier
         self._jobs = jobs
         self._counters = counters
-        self._wanted = wanted
         self._prompt_only = prompt_only
         self._clock = clock
         self._said: set[str] = set()
@@ -85,28 +97,61 @@ class Stores:
         if admission is None:
             return None
         admission.grow(step.new_block_ids)
+        computed = step.num_computed_tokens + step.num_scheduled_tokens
+        if computed < admission.until and not step.states:
+            return None
         if admission.is_new:
             admission.is_new = False
+            if not admission.reaches(self._cuts, computed):
+                self._say_once(
+                    "the engine did not name all blocks of a request: not stored"
+                )
+                self.admissions.stop(state)
+                return None
             self._hold_where_it_begins(state, admission, step.num_computed_tokens)
         end = self._storable(state, step)
-        reservations: list[Reservation] = []
-        blocks: list[list[int]] = []
-        is_over = False
-        for cut in self._dense:
-            kept, reach = self._dense_chunks(state, admission, cut, end)
-            if reach < end // cut.tokens:  # then nothing behind it can be hit
-                is_over, end = True, reach * cut.tokens
-            reservations.append(kept)
-            blocks.append([b for c in kept.chunks for b in admission.blocks(cut, c)])
-        for cut in self._sparse:
-            found = left_by(step, admission, cut, end)
-            kept = self._sparse_chunks(state, admission, cut, found)
-            reservations.append(kept)
-            blocks.append([found[chunk.number] for chunk in kept.chunks])
-        order = self._order(state, admission, reservations, blocks)
+        admission.until = (end // self._grain + 1) * self._grain
+        order, is_over = self._store(state, admission, step, end)
         if is_over or end >= admission.last:
             self.admissions.stop(state)
         return order
+
+    def _store(
+        self,
+        state: RequestState,
+        admission: Admission,
+        step: ScheduledRequest,
+        end: int,
+    ) -> tuple[CopyOrder | None, bool]:
+        """Store what the step brings of all groups up to token `end`, and whether that
+        is the last of the request: behind what the engine gives no memory, or what
+        finds no room in host memory, nothing could be hit."""
+        given = min((admission.given(cut, end) for cut in self._dense), default=end)
+        parts = []
+        for cut in self._dense:
+            numbers = admission.new_chunks(cut, given)
+            parts.append(self._parts.dense(state, admission, cut, numbers))
+        for cut in self._sparse:
+            found = left_by(step, admission, cut, self._useful(admission, cut, given))
+            parts.append(self._parts.sparse(state, admission, cut, found))
+        reservations, boundary = self._room.make(state, parts, given)
+        self._hold_beside(admission, parts, reservations, boundary)
+        blocks = [
+            [block for chunk in kept.chunks for block in part.engine(chunk)]
+            for part, kept in zip(parts, reservations, strict=True)
+        ]
+        order = self._order(state, admission, reservations, blocks)
+        return order, given < end or boundary is not None
+
+    def _useful(self, admission: Admission, cut: Chunking, end: int) -> int:
+        """Tokens up to which blocks of windows and states may yet be hit: not behind
+        the last whole chunk, once no other will be."""
+        if end < admission.last:
+            return end
+        whole = min(
+            (end // one.tokens * one.tokens for one in self._dense), default=end
+        )
+        return min(end, whole + behind(cut))
 
     def _storable(self, state: RequestState, step: ScheduledRequest) -> int:
         """Tokens that are computed after the step, hashed and wanted."""
@@ -120,147 +165,68 @@ class Stores:
             else tokens
         )
 
-    # -- dense groups --------------------------------------------------------------
-
-    def _dense_chunks(
-        self, state: RequestState, admission: Admission, cut: Chunking, end: int
-    ) -> tuple[Reservation, int]:
-        """Slots for the new chunks of one group, and how many chunks are there with
-        them: fewer than computed if there was too little room for them. Those that are
-        there already are held.
-
-        What comes before a missing chunk is held before room is made for that one, what
-        comes behind it after: a tail without its head can never be hit, and gives way.
-        """
-        first = admission.next_chunk[cut.index]
-        admission.next_chunk[cut.index] = last = max(first, end // cut.tokens)
-        chunks = list(
-            takewhile(
-                lambda chunk: admission.has(cut, chunk),
-                cut.of(state.request, first, last),
-            )
-        )
-        reach = first + len(chunks)
-        missing = [chunk for chunk in chunks if self._tier.find(chunk.key) is None]
-        head = missing[0].number if missing else last
-        self._hold(admission, cut, chunks, range(first, head))
-        wanted = self._dense_wanted(state, admission, cut, missing)
-        room = self._room(cut)
-        reservation = self._tier.reserve(cut, wanted[:room])
-        self._skip(cut, len(wanted) - room)
-        self._hold(admission, cut, chunks, range(head, last), reservation)
-        if len(wanted) > room:
-            reach = wanted[room].number
-        return reservation, reach
-
-    def _hold(
-        self,
-        admission: Admission,
-        cut: Chunking,
-        chunks: Sequence[Chunk],
-        numbers: range,
-        reserved: Reservation | None = None,
-    ) -> None:
-        """Hold those of the chunks in `numbers` that are there, but for those that
-        this very step stores: they are held when they have arrived."""
-        own = {chunk.key for chunk in reserved.chunks} if reserved else ()
-        for chunk in chunks:
-            if chunk.number in numbers and chunk.key not in own:
-                slot = self._tier.find(chunk.key)
-                if slot is not None:
-                    end = (chunk.number + 1) * cut.tokens
-                    admission.holding.hold(end, cut.index, slot)
-
-    def _dense_wanted(
-        self,
-        state: RequestState,
-        admission: Admission,
-        cut: Chunking,
-        missing: list[Chunk],
-    ) -> list[Chunk]:
-        """Of these chunks those that the offload policy wants, up to the first one that
-        it does not. It hears of those behind a hole too."""
-        if not missing:
-            return missing
-        mask = self._wanted.mask(state.request, cut, missing)
-        count = mask.index(False) if False in mask else len(mask)
-        if count < len(missing):
-            start = missing[count].number * cut.tokens
-            hole = admission.hole
-            admission.hole = start if hole is None else min(hole, start)
-        wanted = _before(cut, missing[:count], admission.hole)
-        self._refuse(cut, len(missing) - len(wanted))
-        return wanted
-
-    # -- windows and states --------------------------------------------------------
-
-    def _sparse_chunks(
-        self,
-        state: RequestState,
-        admission: Admission,
-        cut: Chunking,
-        found: dict[int, int],
-    ) -> Reservation:
-        """Slots for those of the blocks that are missing and wanted; if there is too
-        little room, for the last of them. Those that are there become recent."""
-        chunks = [
-            chunk
-            for number in sorted(found)
-            for chunk in cut.of(state.request, number, number + 1)
-        ]
-        missing = [chunk for chunk in chunks if self._tier.find(chunk.key) is None]
-        if len(missing) < len(chunks):
-            self._hold_tail(admission, cut, chunks)
-        wanted = missing
-        if missing:
-            mask = self._wanted.mask(state.request, cut, missing)
-            wanted = [
-                c for c, is_wanted in zip(missing, mask, strict=True) if is_wanted
-            ]
-            wanted = _before(cut, wanted, admission.hole)
-            self._refuse(cut, len(missing) - len(wanted))
-        skipped = max(0, len(wanted) - self._room(cut))
-        self._skip(cut, skipped)
-        return self._tier.reserve(cut, wanted[skipped:])
+    # -- what is held --------------------------------------------------------------
 
     def _hold_where_it_begins(
         self, state: RequestState, admission: Admission, computed: int
     ) -> None:
         """What the request goes on from must not give way to what it stores."""
         for cut in self._sparse:
-            needed = self._needed(cut, computed // cut.tokens * cut.tokens)
-            first, last = needed.start // cut.tokens - 1, computed // cut.tokens
-            self._hold_tail(admission, cut, cut.of(state.request, first, last))
+            last = computed // cut.tokens
+            first = self._needed(cut, last * cut.tokens).start
+            slots = self._parts.find(cut, cut.of(state.request, first, last))
+            if slots:
+                self._tier.hold(cut.index, list(slots.values()))
+                self._take_tail(admission.holding, cut, slots)
 
-    def _hold_tail(
-        self, admission: Admission, cut: Chunking, chunks: Iterable[Chunk]
+    def _hold_beside(
+        self,
+        admission: Admission,
+        parts: Sequence[StepPart],
+        reservations: Sequence[Reservation],
+        boundary: int | None,
     ) -> None:
-        """Hold those of the chunks that are there or being written."""
-        found = [(c, self._tier.find(c.key)) for c in chunks]
-        slots = {(c.number + 1) * cut.tokens: slot for c, slot in found if slot}
-        if slots:
-            self._tier.hold(cut.index, list(slots.values()))
-            self._take_tail(admission.holding, cut, slots)
+        """Hold what is there already of a step's chunks, up to a boundary; what this
+        very step stores is held when it has arrived."""
+        for part, reservation in zip(parts, reservations, strict=True):
+            cut = part.cut
+            last = _ENDLESS if boundary is None else needed(cut, boundary).stop
+            if cut.coverage.dense:
+                self._hold_behind(admission.holding, part, reservation, last)
+            else:
+                self._keep_tail(admission.holding, part, last * cut.tokens)
+
+    def _hold_behind(
+        self, holding: Holding, part: StepPart, reservation: Reservation, last: int
+    ) -> None:
+        """Only now that room has been made: a tail without its head can never be hit,
+        and gives way to it."""
+        own = {chunk.key for chunk in reservation.chunks}
+        others = [c for c in part.behind if c.number < last and c.key not in own]
+        there = self._parts.find(part.cut, others)
+        holding.hold(there, part.cut.index, list(there.values()))
+
+    def _keep_tail(self, holding: Holding, part: StepPart, last: int) -> None:
+        """Of a group that is not dense; what ends behind token `last` is let go."""
+        gone = [slot for end, slot in part.there.items() if end > last]
+        self._tier.release(part.cut.index, gone[::-1])
+        there = {end: slot for end, slot in part.there.items() if end <= last}
+        if there:
+            self._take_tail(holding, part.cut, there)
 
     def _take_tail(
         self, holding: Holding, cut: Chunking, slots: dict[int, int]
     ) -> None:
         """Slots by the ends of their chunks, ascending."""
-        needed = self._needed(cut, max(slots))
-        holding.take_tail(list(slots), cut.index, list(slots.values()), needed)
+        ends = ends_of(cut, self._needed(cut, max(slots)))
+        holding.take_tail(list(slots), cut.index, list(slots.values()), ends)
 
     def _needed(self, cut: Chunking, end: int) -> range:
-        """Ends of the blocks of a group that the last boundary needs, if the group's
-        blocks are there up to `end`."""
-        behind = cut.tokens * cut.group.has_drafter
-        boundary = max(end - behind, 0) // self._unit * self._unit
-        first = cut.coverage.first(0, boundary)
-        return range((first + 1) * cut.tokens, boundary + behind + 1, cut.tokens)
+        """Blocks of a group that the last boundary needs, if the group's blocks are
+        there up to `end`."""
+        return needed(cut, self._boundaries.served(cut, end))
 
     # -- an order ------------------------------------------------------------------
-
-    def _room(self, cut: Chunking) -> int:
-        return self._tier.room(cut.index)
 
     def _skip(self, cut: Chunking, chunks: int) -> None:
         if chunks > 0:
@@ -290,7 +256,7 @@ class Stores:
             self._jobs.new_ranks(),
             self._clock(),
             reservations=[r for r in reservations if r.chunks],
-            holding=admission.holding,
+            admission=admission,
         )
         self.engine_blocks().acquire(job.engine_ids)
         self._jobs.add(job)
@@ -299,13 +265,16 @@ class Stores:
         return job.order
 
     def engine_blocks(self) -> EngineBlocks:
-        """References to the engine's blocks.
+        """References to the engine's blocks; without any nothing begins.
 
         Raises:
-            IntegrityError: there are none.
+            TransferError: there are none.
         """
         if self.blocks is None:
-            raise IntegrityError("bind_blocks was not called before the first store")
+            raise TransferError(
+                "the engine has ordered a load that was not offered, before it has "
+                "handed over its block pool (bind_blocks)"
+            )
         return self.blocks
 
     # -- what became of it ---------------------------------------------------------
@@ -318,38 +287,34 @@ class Stores:
             self._failed(job)
         else:
             self._arrived(job)
-        job.holding.store_ended()
-        self.admissions.prune(job.holding)
+        job.admission.holding.store_ended()
+        self.admissions.prune(job.admission.holding)
 
     def _failed(self, job: StoreJob) -> None:
         for reservation in job.reservations:
             self._tier.abandon(reservation)
         self._counters.add("failed_stores")
-        if job.error not in self._said:
-            self._said.add(job.error)
-            logger.warning("a store failed and is not kept (said once): %s", job.error)
+        self._say_once(f"a store failed and is not kept: {job.error}")
+
+    def _say_once(self, what: str) -> None:
+        if what not in self._said and len(self._said) < _MOST_SAID:
+            self._said.add(what)
+            logger.warning("%s (said once)", what)
 
     def _arrived(self, job: StoreJob) -> None:
-        ctx = context_of(job.state.request)
+        ctx, holding = context_of(job.state.request), job.admission.holding
         kept = [r for r in job.reservations if self._tier.commit(r, ctx)]
         for cut, chunks, slots, _ in kept:
             ends = [(chunk.number + 1) * cut.tokens for chunk in chunks]
             if cut.coverage.dense:
-                job.holding.take(ends, cut.index, slots)
+                holding.take(ends, cut.index, slots)
             else:
                 by_end = dict(zip(ends, slots, strict=True))
-                self._take_tail(job.holding, cut, by_end)
+                self._take_tail(holding, cut, by_end)
         if kept:
             self._counters.add("stored_blocks", len(job.engine_ids))
             self._counters.add("stored_bytes", job.nbytes)
             self._counters.observe("store_seconds", job.seconds)
-
-
-def _before(cut: Chunking, chunks: list[Chunk], hole: int | None) -> list[Chunk]:
-    """Those of the chunks that end before a hole, or where it begins."""
-    if hole is None:
-        return chunks
-    return [chunk for chunk in chunks if (chunk.number + 1) * cut.tokens <= hole]
 
 
 def _host_blocks(reservation: Reservation) -> list[int]:

@@ -9,6 +9,7 @@ from kvplugin.connectors.identity import StoreIdentity
 from kvplugin.connectors.offload.capacity import host_pools
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.copies import Copies, open_copies
+from kvplugin.connectors.offload.copy_thread import MOST_SECONDS
 from kvplugin.connectors.offload.load_book import LoadBook, completion, copy_job
 from kvplugin.connectors.offload.messages import (
     VERSION,
@@ -27,13 +28,15 @@ from kvplugin.contract import (
     Transport,
     WorkerOutcome,
 )
-from kvplugin.errors import CapacityError, IntegrityError, LayoutMismatchError
+from kvplugin.errors import (
+    CapacityError,
+    IntegrityError,
+    LayoutMismatchError,
+    TransferError,
+)
 from kvplugin.wire import decode, encode
 
 logger = logging.getLogger("vllm.kvplugin.offload")
-
-DRAIN_SECONDS: Final = 30.0
-"""How long `drain` waits: far beyond any copy, so that a hang ends as an error."""
 
 _DRAIN_LOOK_SECONDS: Final = 0.05
 """Between two looks while draining: a transport waits for loads as well."""
@@ -64,7 +67,7 @@ class OffloadWorker:
         make_copies: Callable[
             [Sequence[GroupInfo], Mapping[str, KVTensor]], Copies
         ] = open_copies,
-        drain_seconds: float = DRAIN_SECONDS,
+        drain_seconds: float = MOST_SECONDS,
     ) -> None:
         self._engine = engine
         self._config = config
@@ -137,13 +140,13 @@ class OffloadWorker:
 
         Raises:
             CapacityError: the machine has not so much memory.
-            IntegrityError: nothing is registered.
+            TransferError: nothing is registered.
         """
         if self._copies is None:
-            raise IntegrityError("a plan arrived before the KV tensors")
+            raise TransferError("a plan arrived before the KV tensors")
         nbytes = self._copies.allocate(pools)
         logger.info(
-            "kvplugin offload: rank %d keeps its KV in %.2f GiB of host memory",
+            "kvplugin offload: rank %d keeps its KV in %.3g GiB of host memory",
             self._engine.rank,
             nbytes / 2**30,
         )
@@ -197,10 +200,11 @@ class OffloadWorker:
         self._step = message.step
         self._is_plan_unsaid = True
         self._sends.update(message.finished_sends)
-        self._loads.give_up(message.given_up)
         self._refusal = self._why_not(message)
         for order in message.loads:
             self._start_load(order)
+        # Of those too: a plan may be made long after its loads were ordered.
+        self._loads.give_up(message.given_up)
         self._to_store = message.stores
 
     def end_step(self) -> None:

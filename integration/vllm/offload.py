@@ -53,7 +53,7 @@ class KVPluginOffloadConnector(VllmConnector):
             groups = [engine.groups[index] for index in pool.groups]
             block_bytes = groups[0].block_bytes * engine.world_size
             logger.info(
-                "kvplugin offload: %d blocks of %s tokens in %.2f GiB of host memory "
+                "kvplugin offload: %d blocks of %s tokens in %.3g GiB of host memory "
                 "for group %s",
                 pool.host_blocks,
                 " or ".join(sorted({str(group.block_size) for group in groups})),

@@ -19,6 +19,9 @@ _FAMILIES: Final = {
     Kind.HISTOGRAM: Histogram,
 }
 
+_registered: dict[str, Any] = {}
+"""Families of this process by name."""
+
 
 class VllmStats(KVConnectorStats):
     """One interval's changes; travels from the engine to the front end as `data`,
@@ -46,6 +49,11 @@ class VllmStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
+
+    def __getitem__(self, name: str) -> Any:
+        """A field, as on the wire: 0.19's MultiConnector reads it so even where the
+        engine is in the same process."""
+        return getattr(self, name)
 
 
 class VllmPromMetrics(KVConnectorPromMetrics):
@@ -75,12 +83,21 @@ class VllmPromMetrics(KVConnectorPromMetrics):
             options["multiprocess_mode"] = "mostrecent"
         elif metric.kind is Kind.HISTOGRAM:
             options["buckets"] = metric.buckets
-        family = metric_types[_FAMILIES[metric.kind]](
-            name=f"{self.prefix}{metric.name}",
-            documentation=metric.help,
-            labelnames=self._labelnames,
-            **options,
-        )
+        name = f"{self.prefix}{metric.name}"
+        try:
+            family = metric_types[_FAMILIES[metric.kind]](
+                name=name,
+                documentation=metric.help,
+                labelnames=self._labelnames,
+                **options,
+            )
+        except ValueError:
+            # 0.19's MultiConnector asks once for each connector, also for two of one
+            # class: it tells their numbers under the name of the class.
+            if name not in _registered:
+                raise
+            family = _registered[name]
+        _registered[name] = family
         return {
             engine: family.labels(*values)
             for engine, values in self.per_engine_labelvalues.items()

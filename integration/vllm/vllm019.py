@@ -62,7 +62,8 @@ class LoadRoom:
     A request that waits for its load, or after it, holds blocks and is never preempted,
     and 0.19 admits the next load without counting what these still need. So all of
     them together must fit the pool with their whole prompts: then the first can go on
-    when those that run have ended, at the latest.
+    when those that run have ended, at the latest. Nobody overtakes one that has been
+    refused, or smaller ones could keep it waiting for ever.
 
     Args:
         num_blocks: of the engine's pool, the null block included.
@@ -73,11 +74,17 @@ class LoadRoom:
         self._usable = num_blocks - 1
         self._block_sizes = block_sizes
         self._waiting: dict[str, int] = {}
+        self._next: str | None = None
+        """Has been refused, and is the next to load."""
 
     def admits(self, request: Any) -> bool:
         """Whether a load may begin for the request; if not, then later."""
+        if self._next not in (None, request.request_id):
+            return False
         others = sum(self._waiting.values()) - self._waiting.get(request.request_id, 0)
-        return not others or others + self._blocks(request) <= self._usable
+        fits = not others or others + self._blocks(request) <= self._usable
+        self._next = None if fits else request.request_id
+        return fits
 
     def allocated(self, request: Any, num_external_tokens: int) -> None:
         """It has blocks: for a load, or to run."""
@@ -89,6 +96,8 @@ class LoadRoom:
     def leaves(self, request: Any) -> None:
         """It does not wait any more."""
         self._waiting.pop(request.request_id, None)
+        if self._next == request.request_id:
+            self._next = None
 
     def _blocks(self, request: Any) -> int:
         # One token more: the first that it generates.

@@ -98,7 +98,7 @@ class Recovery:
             if first_wrong_token(wrong, held, sizes) is not None
         ]
         if roster.connector is not None:
-            roster.connector.distrust(set(invalid))
+            roster.connector.distrust(wrong)
         roster.manager.evict_blocks(wrong)
         for entry in entries:
             if entry.status is Status.FINISHED:

@@ -33,6 +33,7 @@ class FaultyConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._size = self._vllm_config.cache_config.block_size
+        self._num_blocks = kv_cache_config.num_blocks
         self._local: dict[str, int] = {}
         self._blocks: set[int] = set()
         self._failed: set[int] = set()
@@ -66,7 +67,13 @@ class FaultyConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._tensors = list(kv_caches.values())
+        self._tensors = [self._by_block(cache) for cache in kv_caches.values()]
+
+    def _by_block(self, cache: Any) -> Any:
+        """The tensor with its blocks outermost; before 0.32 K and V are, and there may
+        be several blocks of the attention kernel to one."""
+        axis = 0 if cache.shape[0] >= self._num_blocks else 1
+        return cache.movedim(axis, 0).unflatten(0, (self._num_blocks, -1))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         blocks = self._get_connector_metadata().blocks

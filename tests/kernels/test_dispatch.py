@@ -131,7 +131,7 @@ def test_transfers_know_their_direction(
         assert asked == [("host", "BlockCopier", sides)]
     else:
         args = (on_device, on_host, direction, torch.device("cuda:1"), True)
-        assert asked == [("transfer", "TransferCopier", args)]
+        assert asked == [("transfer", "warm_copier", args)]
 
 
 def test_a_transfer_of_a_device_without_engine_is_refused() -> None:

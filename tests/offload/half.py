@@ -16,6 +16,7 @@ from kvplugin.contract import (
     StateBlock,
     Step,
 )
+from kvplugin.hooks import hooks_with
 from kvplugin.layout import PageLayout
 from kvplugin.wire import decode, encode
 from tests.offload.engine_model import Clock
@@ -72,18 +73,32 @@ class Half:
 
     Args:
         engine: whose scheduler half it is.
+        is_bound: the engine hands over its blocks.
+        plugins: asked beside those that are installed.
         settings: of the connector; host memory is large unless they say otherwise.
     """
 
-    def __init__(self, engine: EngineInfo, **settings: Any) -> None:
+    def __init__(
+        self,
+        engine: EngineInfo,
+        *,
+        is_bound: bool = True,
+        plugins: Sequence[object] = (),
+        **settings: Any,
+    ) -> None:
         settings = {"cpu_bytes_to_use": 1 << 20} | settings
         self.clock = Clock()
         self.engine = engine
         self.scheduler = OffloadScheduler(
-            engine, OffloadConfig(**settings), clock=self.clock, enable_events=True
+            engine,
+            OffloadConfig(**settings),
+            clock=self.clock,
+            enable_events=True,
+            hooks=hooks_with(*plugins),
         )
         self.blocks = Held()
-        self.scheduler.bind_blocks(self.blocks)
+        if is_bound:
+            self.scheduler.bind_blocks(self.blocks)
 
     def admit(
         self, view: View, *rows: Sequence[int], local: int = 0, lookup: bool = True

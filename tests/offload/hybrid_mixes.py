@@ -1,5 +1,6 @@
 """Models of every kind that offload serves, in small."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -42,7 +43,7 @@ class Mix:
         return EngineInfo(
             engine_id="laboratory",
             groups=tuple(map(self._group, self.models, specs, pages)),
-            hash_block_size=min(spec.block_size for spec in specs),
+            hash_block_size=math.gcd(*(spec.block_size for spec in specs)),
             prefix_caching=self.caching,
             **engine,
         )

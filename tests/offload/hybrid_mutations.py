@@ -28,6 +28,7 @@ from tests.offload import test_hybrid_boundaries as boundaries
 from tests.offload import test_hybrid_deadlines as deadlines
 from tests.offload import test_hybrid_hits as hits
 from tests.offload import test_hybrid_scenarios as scenarios
+from tests.offload import test_store_room as room
 from tests.offload.hybrid_lab import HybridLab
 from tests.offload.hybrid_mixes import MIXES
 from tests.scheduler.mutations import Mutation, around, method
@@ -173,11 +174,7 @@ MUTATIONS = [
     Mutation(
         "windows give way to the dense blocks that need them",
         method(Holding, "take_tail", tails_give_way),
-        partial(
-            hits.test_of_what_is_longer_than_host_memory_a_part_is_hit,
-            "full+window",
-            1,
-        ),
+        partial(room.test_a_window_gets_its_share_of_what_is_too_small, 150, 2, 90),
     ),
     Mutation(
         "stores under way survive a reset",

@@ -88,3 +88,23 @@ def test_a_drafter_costs_one_unit_at_most(missing: int | None) -> None:
     gone = set() if missing is None else {(0, missing)}
     asked = Asked(group(FULL, has_drafter=True), missing=gone)
     assert asked.largest(40) == {None: 40, 10: 36, 9: 32}[missing]
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("drafter", [0, 1, 2])
+def test_windows_that_disagree_ask_for_no_block_twice(
+    order: tuple[int, int], drafter: int
+) -> None:
+    """One window has nothing, a long one all: boundaries fall block by block."""
+    empty, whole = order
+    windows = {empty: 9, whole: 400}
+    asked = Asked(
+        group(FULL, 0, has_drafter=drafter == 0),
+        *(
+            group(WINDOW, i, window=windows[i], has_drafter=drafter == i)
+            for i in (1, 2)
+        ),
+        missing={(empty, block) for block in range(1001)},
+    )
+    assert asked.largest(4000) == 0
+    assert len(set(asked.questions)) == len(asked.questions)

@@ -2,8 +2,11 @@
 
 import pytest
 
-from kvplugin.connectors.offload.chunks import Chunking
+from kvplugin.connectors.offload.chunks import Chunking, chunkings
+from kvplugin.contract import GroupKind
+from kvplugin.errors import ConfigError
 from kvplugin.hashing import make_key
+from tests.offload import half
 from tests.offload.setup_model import Request, Setup, View, prompt
 
 
@@ -27,6 +30,16 @@ def test_the_key_of_a_chunk_is_the_hash_of_all_its_tokens_and_those_before(
     for chunk in cut.of(request):
         hashes = (chunk.number + 1) * blocks * hashes_per_block
         assert chunk.key == make_key(request.block_hashes[hashes - 1], 0)
+
+
+def test_hashes_that_do_not_end_where_blocks_end_are_refused() -> None:
+    """Two prompts that differ inside a block would have one key."""
+    for size in (2, 6):
+        odd = half.engine(half.group(GroupKind.FULL, size=size))
+        with pytest.raises(ConfigError, match=f"blocks of {size} tokens.* 4 at a time"):
+            chunkings(odd, 1)
+        spared = half.group(GroupKind.OTHER, 1, size=size, reusable=False)
+        assert len(chunkings(half.engine(half.group(GroupKind.FULL), spared), 1)) == 1
 
 
 @pytest.mark.parametrize("first", range(4))

@@ -1,9 +1,11 @@
 """Transfers that do not end: who waited goes on, what they use stays theirs."""
 
+from collections.abc import Callable
+
 import pytest
 
-from kvplugin.contract import MISS, Lookup
-from tests.offload.engine_model import Engine
+from kvplugin.contract import MISS, Lookup, Step
+from tests.offload.engine_model import Clock, Engine
 from tests.offload.setup_model import Phase, Setup, prompt
 from tests.offload.situations import held_load, held_store
 
@@ -11,6 +13,14 @@ from tests.offload.situations import held_load, held_store
 def expire(engine: Engine, seconds: float = 30) -> None:
     engine.clock.now += seconds
     engine.step()
+
+
+def run_beside(engine: Engine) -> None:
+    """Go on: stores end, the load that was given up does not."""
+    for _ in range(10):
+        engine.jobs.complete(*engine.jobs.stores)
+        engine.step()
+    assert not engine.has_work()
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -21,7 +31,7 @@ def test_a_load_that_does_not_end_is_computed_instead(ranks: int, outcome: str) 
     expire(engine, 29.9)
     assert request.phase is Phase.PARKED
     expire(engine, 0.1)
-    engine.run()
+    run_beside(engine)
     assert request.phase is Phase.FINISHED
     assert engine.blocks.held, "late bytes may still be written there"
     assert engine.totals.gauges["overdue_blocks"] == 3
@@ -31,7 +41,8 @@ def test_a_load_that_does_not_end_is_computed_instead(ranks: int, outcome: str) 
     engine.jobs.let_go()
     engine.steps(2)
     assert engine.totals.gauges["overdue_blocks"] == 0
-    assert engine.totals.counters["failed_loads"] == 1
+    assert engine.totals.counters["failed_loads"] == 1, "once, however it ends"
+    assert engine.totals.counters["given_up_loads"] == 1
     assert engine.totals.counters["loaded_blocks"] == 0
     engine.check_idle()
 
@@ -57,24 +68,29 @@ def test_a_load_given_up_after_the_end_of_its_request_frees_its_row_once() -> No
     engine.check_idle()
 
 
-def test_a_load_that_was_given_up_is_offered_to_others() -> None:
-    engine = Engine()
-    held_load(engine)
-    expire(engine)
-    engine.run()
-    engine.forget_local()
-    assert engine.offered(prompt(16)) == Lookup(16), "its bytes are good"
-
-
-def test_a_late_failure_takes_the_bytes_from_others() -> None:
+def test_what_a_load_hangs_on_is_not_offered_again() -> None:
     engine = Engine()
     _, load = held_load(engine)
     expire(engine)
-    engine.run()
+    assert not engine.offered(prompt(16)).tokens, "nor while it is being stored anew"
+    run_beside(engine)
+    engine.forget_local()
+    engine.add(prompt(16))
+    engine.step()
+    (hung, new) = engine.jobs.loads
+    assert hung == load
+    assert set(hung.parts[0][2]).isdisjoint(new.parts[0][2]), "the same host blocks"
+
+
+def test_a_late_failure_takes_nothing_from_others() -> None:
+    engine = Engine()
+    _, load = held_load(engine)
+    expire(engine)
+    run_beside(engine)
     engine.jobs.fail(load)
     engine.steps(2)
     engine.check_idle()
-    assert engine.offered(prompt(16)) == MISS
+    assert engine.offered(prompt(16)) == Lookup(16), "as it was recomputed"
 
 
 def test_a_store_that_does_not_end_holds_its_blocks_and_nobody_up() -> None:
@@ -143,13 +159,48 @@ def test_the_share_is_the_users_choice(fraction: float) -> None:
     assert engine.offered(prompt(16, 1)) == (MISS if fraction == 0 else Lookup(16))
 
 
-def test_a_reset_is_not_over_while_a_load_that_was_given_up_goes_on() -> None:
-    engine = Engine()
+def test_a_reset_does_not_wait_for_a_load_that_every_rank_has_given_up() -> None:
+    """Its engine blocks have no hash, and are the connector's until it ends."""
+    engine = Engine(Setup(ranks=2))
     _, load = held_load(engine)
+    kept: list[bytes] = []
+    engine.deliver = lambda reports: kept.extend(reports[1:]) or reports[:1]
     expire(engine)
-    engine.run()
-    assert not engine.scheduler.reset()
+    assert not engine.scheduler.reset(), "one rank may not have said so"
+    engine.deliver = lambda reports: reports
+    engine.scheduler.apply(kept)
+    assert engine.scheduler.reset()
+    run_beside(engine)
     engine.jobs.complete(load)
     engine.steps(2)
     assert engine.scheduler.reset()
     engine.check_idle()
+
+
+def test_a_load_that_hangs_from_a_plan_made_too_late_is_given_up() -> None:
+    """The plan that starts it names it as given up: the engine stood still between."""
+    engine = Engine(Setup(on_failed_load="recompute"))
+    engine.serve(prompt(16))
+    engine.forget_local()
+    engine.jobs.hold()
+    request = engine.add(prompt(16))
+    plan = engine.scheduler.plan_step
+    engine.scheduler.plan_step = late = Late(engine.clock, plan)  # type: ignore
+    engine.step()
+    assert late.seconds == 0
+    run_beside(engine)
+    assert request.phase is Phase.FINISHED
+    assert engine.totals.counters["given_up_loads"] == 1
+
+
+class Late:
+    """`plan_step` after a long while, the first time."""
+
+    def __init__(self, clock: Clock, plan: Callable[[Step], bytes]) -> None:
+        self.seconds = 31
+        self._clock = clock
+        self._plan = plan
+
+    def __call__(self, step: Step) -> bytes:
+        self._clock.now, self.seconds = self._clock.now + self.seconds, 0
+        return self._plan(step)

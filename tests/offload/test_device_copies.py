@@ -218,6 +218,7 @@ class TestTheRealThing:
                 made.append("warm")
 
         monkeypatch.setattr(torch.cuda, "cudart", SimpleNamespace)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(transfer, "TransferCopier", Copier)
         device = cuda_device("cuda:1")
         assert isinstance(device.streams, TorchStreams)

@@ -19,6 +19,7 @@ from kvplugin.errors import (
     ConfigError,
     IntegrityError,
     LayoutMismatchError,
+    TransferError,
 )
 from kvplugin.kernels.host import BlockCopier
 from kvplugin.wire import decode
@@ -282,7 +283,7 @@ def test_memory_of_a_copy_that_does_not_end_stays_mapped(
             assert go_on.wait(HANG_SECONDS)
             return super().copy(*ids)
 
-    monkeypatch.setattr(host_copies, "BlockCopier", Hanging)
+    monkeypatch.setattr(host_copies, "block_copier", Hanging)
     layer = Layer(noise(BLOCKS, 50))
     copies = copies_of([layer])
     thread = threading.Thread(target=copies.execute, args=(load([3], [1]),))
@@ -440,5 +441,5 @@ class TestWorker:
     def test_a_plan_before_the_tensors_is_a_defect(self) -> None:
         engine = self.engine(group_of(LAYOUTS["one layer"]))
         worker = OffloadWorker(engine, OffloadConfig(cpu_bytes_to_use=1 << 20))
-        with pytest.raises(IntegrityError, match="before the KV tensors"):
+        with pytest.raises(TransferError, match="before the KV tensors"):
             worker.begin_step(plan(engine, 1, ONE_POOL))

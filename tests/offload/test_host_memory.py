@@ -7,8 +7,16 @@ import sys
 
 import pytest
 
-from kvplugin.connectors.offload.memory import HostMemory, check_machine_memory
+from kvplugin.connectors.offload.config import OffloadConfig
+from kvplugin.connectors.offload.memory import (
+    HostMemory,
+    check_machine_memory,
+    machine_memory,
+)
+from kvplugin.connectors.offload.scheduler import OffloadScheduler
+from kvplugin.contract import GroupKind
 from kvplugin.errors import CapacityError
+from tests.offload.half import engine, group
 
 
 def is_mapped(address: int) -> bool:
@@ -30,6 +38,19 @@ def test_more_than_the_machine_has_is_refused_with_the_key_to_change() -> None:
     for refuse in (HostMemory, check_machine_memory):
         with pytest.raises(CapacityError, match="lower cpu_bytes_to_use"):
             refuse(1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "is_warned"), [(1, 1, False), (4, 0, False), (4, 1, True)]
+)
+def test_ranks_that_may_share_a_machine_are_warned_of_what_they_have_together(
+    caplog: pytest.LogCaptureFixture, ranks: int, more: int, is_warned: bool
+) -> None:
+    page = machine_memory() // 32
+    info = engine(group(GroupKind.FULL, page=page), world_size=ranks)
+    OffloadScheduler(info, OffloadConfig(cpu_bytes_to_use=machine_memory() + more))
+    said = [text for text in caplog.messages if "cpu_bytes_to_use" in text]
+    assert bool(said) == is_warned
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is mapped")

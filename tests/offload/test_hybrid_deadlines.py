@@ -1,5 +1,7 @@
 """Transfers that do not end: nobody waits, and what they touch is nobody else's."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvplugin.contract import MISS
@@ -12,11 +14,19 @@ TIMEOUT = {"transfer_timeout_s": 5.0}
 BLOCKED = {**TIMEOUT, "max_overdue_fraction": 0.0}
 
 
-def loading(name: str, offload: dict[str, float], **settings: object) -> HybridLab:
-    """A request is parked, its load is under way; there is room for others."""
+def loading(
+    name: str,
+    offload: dict[str, float],
+    *,
+    before: Sequence[int] = (),
+    **settings: object,
+) -> HybridLab:
+    """A request is parked, its load is under way; there is room for others, and
+    `before` is in host memory as well."""
     mix = MIXES[name]
     lab = HybridLab(mix, usable=2 * mix.usable, offload=offload, **settings)  # type: ignore[arg-type]
-    lab.serve(DOCUMENT)
+    for document in filter(None, (before, DOCUMENT)):
+        lab.serve(document)
     lab.forget_local()
     lab.hold()
     lab.add([*DOCUMENT, *TAIL], 3)
@@ -84,18 +94,20 @@ def test_an_end_of_which_only_the_engine_has_heard(name: str) -> None:
 
 
 def test_while_too_much_is_overdue_nothing_is_offered_and_nothing_stored() -> None:
-    lab = loading("full+window", BLOCKED)
+    other = [*range(700, 732)]
+    lab = loading("full+window", BLOCKED, before=other)
+    assert lab.offered([*other, *TAIL]).tokens
     (load,) = lab.pending(store=False)
     lab.now += 6
     lab.step()
     begun = len(lab.jobs(store=True))
-    assert lab.offered([*DOCUMENT, *TAIL]) == MISS
+    assert lab.offered([*other, *TAIL]) == MISS
     lab.add([*range(500, 530)], 2)
     lab.steps(6)
     assert len(lab.jobs(store=True)) == begun
     lab.complete(load)
     lab.steps(2)
-    assert lab.offered([*DOCUMENT, *TAIL]).tokens
+    assert lab.offered([*other, *TAIL]).tokens
     lab.let_go()
     lab.serve([*range(600, 630)])
     assert len(lab.jobs(store=True)) > begun

@@ -5,7 +5,9 @@ import pytest
 from kvplugin.connectors.metrics import Counters, Kind, Metric
 from kvplugin.connectors.offload.metrics import METRICS
 from kvplugin.connectors.offload.recompute import RecomputeRate
+from kvplugin.contract import GroupKind
 from tests.offload.engine_model import Clock, Engine
+from tests.offload.half import Half, engine, group, request
 from tests.offload.jobs import Totals
 from tests.offload.setup_model import Setup, prompt
 
@@ -109,7 +111,7 @@ class TestOffload:
     def test_blocks_are_conserved(self) -> None:
         engine = troubled_engine()
         counters, gauges = engine.totals.counters, engine.totals.gauges
-        dropped = 15  # keys of the load that failed
+        dropped = 15 + 15  # keys of the loads that failed and that was given up
         assert gauges["host_blocks_stored"] == (
             counters["stored_blocks"] - counters["evicted_blocks"] - dropped
         )
@@ -147,6 +149,21 @@ class TestOffload:
         assert engine.totals.observations["load_seconds"] == [0.25]
 
 
+def test_errors_that_are_different_each_time_do_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    half = Half(engine(group(GroupKind.FULL)))
+    for number in range(100):
+        view = request([*range(16)], name=str(number))
+        half.admit(view, [1, 2, 3, 4])
+        plan = half.step(view, 0, 16)
+        assert plan is not None
+        half.end(plan.stores[0].id, f"copy {number} failed")
+        half.scheduler.finished(view)
+    assert 1 < len(caplog.messages) < 20
+    assert half.stat("failed_stores") == 100
+
+
 class TestRecomputeRate:
     """Seconds that loads save, learnt from steps that computed prompts."""
 
@@ -176,6 +193,19 @@ class TestRecomputeRate:
         clock.now += 99
         rate.ended(1)
         rate.ended(7)
+        assert rate.seconds_for(100) == pytest.approx(1)
+
+    def test_steps_that_are_never_reported_are_forgotten(self) -> None:
+        """Else each would be remembered for ever, and a late report would count what
+        else was done meanwhile."""
+        clock = Clock()
+        rate = RecomputeRate(clock)
+        rate.started(1, 100)
+        rate.started(2, 100)
+        clock.now += 1
+        rate.ended(2)
+        clock.now += 99
+        rate.ended(1)
         assert rate.seconds_for(100) == pytest.approx(1)
 
     def test_newer_steps_weigh_more(self) -> None:

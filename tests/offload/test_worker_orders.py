@@ -298,6 +298,30 @@ class TestLoadsThatAreGivenUp:
         assert errors(outcome) == {1: ""}
 
 
+class TestPlansMadeLate:
+    """A plan that starts a load and says in the same breath that it is given up."""
+
+    def test_the_engine_hears_at_once_and_the_scheduler_half_of_the_end(self) -> None:
+        bench = Bench()
+        bench.step(loads=[order(1, [3, 4], [0, 1])], given_up=[1])
+        outcome = bench.worker.poll()
+        assert outcome.failed_loads == {"r1": [3, 4]}
+        assert outcome.finished_loads == {"r1"}
+        assert completions(outcome) == []
+        bench.transport.complete_all()
+        outcome = bench.worker.poll()
+        assert outcome.finished_loads == frozenset()
+        assert errors(outcome) == {1: ""}
+
+    def test_one_that_is_refused_is_told_once(self) -> None:
+        bench = Bench()
+        bench.step(loads=[order(1, [3, 4], [0, 1], refusal="no")], given_up=[1])
+        outcome = bench.worker.poll()
+        assert outcome.failed_loads == {"r1": [3, 4]}
+        assert errors(outcome) == {1: "no"}
+        assert bench.worker.poll() == NOTHING_HAPPENED
+
+
 class TestEnginesThatCannotBeTold:
     """vLLM 0.19 with several groups: wrong text would follow a failed load."""
 

@@ -84,10 +84,11 @@ def test_settings_that_cannot_be_name_their_key(key: str) -> None:
         BAD_SETTINGS[key]()
 
 
-def test_offload_of_several_groups_is_refused() -> None:
+def test_offload_of_cross_attention_is_refused_by_name() -> None:
     host = offload(OffloadConfig(cpu_bytes_to_use=8 << 20))
-    with pytest.raises(ConfigError, match=r"one group .* sliding_window"):
-        ReferenceEngine(tiny((FULL, WINDOW)), settings(), host)
+    config = settings(enable_prefix_caching=False, max_num_encoder_input_tokens=8)
+    with pytest.raises(ConfigError, match="cross_attention"):
+        ReferenceEngine(tiny((FULL, CROSS)), config, host)
 
 
 def test_a_connector_is_told_whose_it_is_and_wishes_a_layout() -> None:

@@ -149,19 +149,24 @@ def test_a_hit_is_one_block_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafter.other
 
 
-@pytest.mark.parametrize("connected", [False, True])
-def test_kv_of_another_continuation_costs_drafts_and_no_output(
-    connected: bool,
-) -> None:
+def test_kv_of_another_continuation_costs_drafts_and_no_output() -> None:
     """Where the drop does not help: of two blocks with equal tokens the older one is
-    hit, and the block behind it is the other's; and a connector, which is told of no
-    drafter, brings a last block behind which another token stood."""
+    hit, and the block behind it is the other's."""
     drafter, served, _ = draft_and_serve(
-        target_of(MIXES["full"]),
-        settings(num_drafts=3),
-        [[ONE], [OTHER]] if connected else [[ONE], [OTHER], [OTHER]],
-        connector=offload(CONFIG) if connected else None,
+        target_of(MIXES["full"]), settings(num_drafts=3), [[ONE], [OTHER], [OTHER]]
     )
     answers = list(served.answers.values())
     assert answers[-1].num_cached_tokens == 12
     assert drafter.other
+
+
+def test_host_memory_brings_no_block_that_another_continuation_wrote() -> None:
+    """It knows of the drafter, and drops the last block as the engine does."""
+    drafter, served, _ = draft_and_serve(
+        target_of(MIXES["full"]),
+        settings(num_drafts=3),
+        [[ONE], [OTHER]],
+        connector=offload(CONFIG),
+    )
+    assert list(served.answers.values())[-1].num_cached_tokens == 8
+    assert not drafter.other

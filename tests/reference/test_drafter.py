@@ -203,7 +203,7 @@ def test_its_kv_comes_back_from_host_memory(layout: str, ranks: int) -> None:
         between=forget_local,
     )
     hits = [answer.num_cached_tokens for answer in served.answers.values()]
-    assert hits == [0, 8, 8, 20, 20, 20]
+    assert hits == [0, 8, 8, 16, 16, 16]  # one block less than without a drafter
     assert not drafter.other
 
 

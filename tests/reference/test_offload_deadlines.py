@@ -139,6 +139,8 @@ def test_with_too_much_overdue_nothing_is_loaded_or_stored() -> None:
     assert len(bench.transport.submitted) == before
     timed.release()
     bench.forget_local()
+    assert bench.ask(PROMPT) == 0, "what hung has left host memory"
+    bench.forget_local()
     assert bench.ask(PROMPT) == 40
 
 

@@ -17,7 +17,7 @@ def main() -> int:
     minutes = float(os.environ.get("SOAK_MINUTES", "20"))
     seed = int(os.environ.get("SOAK_SEED", "0"))
     with tempfile.TemporaryDirectory() as folder:
-        outcome = soak(Path(folder), minutes * 60, seed)
+        outcome = soak(Path(folder), minutes * 60, seed, damage=True)
     click.echo(outcome.table())
     complaints = outcome.complaints()
     for complaint in complaints:

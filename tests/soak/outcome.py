@@ -38,8 +38,9 @@ class Outcome:
     """What is still in use after the last answer; all should be 0."""
     threads: list[str] = field(default_factory=list)
     """Of the connector, after the engine's end."""
-    damage_seen: int = 0
-    """Answers from damaged host memory that were found to be wrong."""
+    damage_seen: int | None = None
+    """Answers from damaged host memory that were found to be wrong; None where nothing
+    was damaged."""
     memory: list[tuple[float, float]] = field(default_factory=list)
     """Seconds and MiB of resident memory."""
 
@@ -57,6 +58,12 @@ class Outcome:
         found = [
             f"{len(self.wrong)} wrong answers, such as {w}" for w in self.wrong[:3]
         ]
+        if not self.metrics.get("loaded_bytes"):
+            found.append("nothing was loaded from host memory")
+        if not self.faults:
+            found.append("no copy went wrong")
+        if self.damage_seen == 0:
+            found.append("damaged host memory was not noticed")
         found += [f"{n} {what} still in use" for what, n in self.held.items() if n]
         found += [f"thread {name} is left" for name in self.threads]
         lost = self.requests - self.answered - self.aborted
@@ -73,7 +80,6 @@ class Outcome:
         """For the terminal."""
         metrics = self.metrics
         faults = ", ".join(f"{n} {what}" for what, n in sorted(self.faults.items()))
-        failed_loads = int(metrics.get("failed_loads", 0))
         rows = [
             ("seconds, steps", f"{self.seconds:.0f}, {self.steps}"),
             ("requests", f"{self.requests}"),
@@ -90,15 +96,16 @@ class Outcome:
             ("faults injected", faults or "none"),
             (
                 "failed loads, stores",
-                f"{failed_loads}, {metrics.get('failed_stores', 0):.0f}",
+                f"{metrics.get('failed_loads', 0):.0f}, "
+                f"{metrics.get('failed_stores', 0):.0f}",
             ),
-            ("failed loads recovered", f"{max(failed_loads - len(self.wrong), 0)}"),
             ("preemptions", f"{metrics.get('preemptions', 0):.0f}"),
             (
                 "resets: plain, both, running",
                 f"{self.resets}, {self.resets_of_both}, {self.resets_while_running}",
             ),
             ("in use at the end", str({k: v for k, v in self.held.items() if v} or 0)),
+            ("wrong after damage", self._damage()),
             ("threads left", ", ".join(self.threads) or "none"),
             ("memory first, last MiB", self._memory_ends()),
             ("memory curve MiB", self._curve()),
@@ -106,6 +113,9 @@ class Outcome:
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _damage(self) -> str:
+        return "not tried" if self.damage_seen is None else f"{self.damage_seen}"
 
     def _memory_ends(self) -> str:
         sizes = [mib for _, mib in self.memory]

@@ -40,6 +40,8 @@ class Lab(PublicLab):
         return RemoteKV()
 
     def make_connector(self) -> RemoteKV:
+        self.invalid: list[set[int]] = []
+        """Blocks of synchronous loads that failed, as named."""
         self.remote = self.make_remote()
         return self.remote
 
@@ -56,9 +58,13 @@ class Lab(PublicLab):
             self.memory,
             self.transport,
             synchronous=self._synchronous,
-            on_invalid=lambda blocks: self.model.invalid_block_ids.update(blocks),
+            on_invalid=self._hear_invalid,
         )
         return [self.worker]
+
+    def _hear_invalid(self, blocks: list[int]) -> None:
+        self.invalid.append(set(blocks))
+        self.model.invalid_block_ids.update(blocks)
 
     def add(
         self, prompt: Sequence[int], n: int, *, remote_tokens: int = 0, **settings: Any

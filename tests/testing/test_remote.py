@@ -64,7 +64,10 @@ def test_a_failed_load_names_the_blocks_that_it_was_to_fill(synchronous: bool) -
     (load,) = lab.remote.loads.values()
     dense, sparse = load.rows
     assert sparse[0] == NULL_BLOCK, "no later token reads it"
-    assert lab.remote.distrusted == [{*dense[:3], *sparse[1:3]}]
+    named = {*dense[:3], *sparse[1:3]}
+    on_top = {*dense[3:], *sparse[3:]}  # by then, where nobody waits for the load
+    assert lab.invalid == ([named] if synchronous else [])
+    assert lab.remote.distrusted == [named | on_top if synchronous else named]
     lab.drain()
 
 

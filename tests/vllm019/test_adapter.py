@@ -134,8 +134,8 @@ def test_loads_begin_as_long_as_all_that_wait_fit_with_their_prompts():
     room = LoadRoom(num_blocks=11, block_sizes=[4, 8])
     first, second = Waiter("a", 15), Waiter("b", 11)
     room.allocated(first, 4)  # 4 and 2 blocks, of 10
-    assert not room.admits(second), "3 and 2 more, with its first new token"
     assert room.admits(Waiter("c", 7)), "2 and 1 more"
+    assert not room.admits(second), "3 and 2 more, with its first new token"
 
 
 def test_one_alone_always_loads_and_who_runs_or_leaves_makes_room():
@@ -151,6 +151,34 @@ def test_one_alone_always_loads_and_who_runs_or_leaves_makes_room():
     assert not room.admits(first)
     room.leaves(second)
     assert room.admits(first)
+
+
+def test_nobody_overtakes_one_that_has_been_refused():
+    """Small loads that keep coming never leave a large one its room."""
+    room = LoadRoom(num_blocks=11, block_sizes=[4])
+    small, large, later = Waiter("a", 11), Waiter("b", 31), Waiter("c", 11)
+    room.allocated(small, 4)  # 3 blocks of 10
+    assert not room.admits(large), "8 more"
+    assert not room.admits(later), "3 more would fit, but the large one is next"
+    room.allocated(small, 0)
+    assert not room.admits(later)
+    assert room.admits(large)
+    room.allocated(large, 4)
+    room.allocated(large, 0)
+    assert room.admits(later)
+
+
+@pytest.mark.parametrize("how", ["it ends", "it runs without a load"])
+def test_one_that_has_been_refused_and_leaves_holds_nobody_up(how):
+    room = LoadRoom(num_blocks=11, block_sizes=[4])
+    large, later = Waiter("b", 31), Waiter("c", 11)
+    room.allocated(Waiter("a", 11), 4)
+    assert not room.admits(large)
+    if how == "it ends":
+        room.leaves(large)
+    else:
+        room.allocated(large, 0)
+    assert room.admits(later)
 
 
 @pytest.mark.parametrize(("counted", "told"), [(-1, 0), (0, 0), (12, 12)])

@@ -22,6 +22,7 @@ PROMPT = list(range(2, 35))
 """Eight blocks of four tokens and one token more."""
 OWNER = Ask("owner", PROMPT, claimed=32, fails_at=0)
 NEXT = Ask("next", PROMPT)
+LOADING = Ask("owner", PROMPT, claimed=32, fails_at=2, is_async=True)
 
 Script = dict[int, list[Ask | str]]
 
@@ -61,6 +62,15 @@ WRONG_UNPROTECTED = {
     2: ("another is in the next step", "it would end in that step"),
 }
 """By steps under way: scripts that vLLM's own recovery serves wrongly."""
+WRONG_WINDOWS: dict[str, tuple[int, Script]] = {
+    name: (n, SCRIPTS[name])
+    for name, n in (
+        ("owner leaves after its step", 1),
+        ("another is in the next step", 2),
+        ("others share it from the first step", 2),
+    )
+} | {"an asynchronous load fails": (1, {0: [LOADING], 3: [NEXT]})}
+"""With windows alone: steps under way, and a script that ends in wrong texts."""
 
 
 def run_of(
@@ -100,15 +110,26 @@ def scripted() -> dict[Any, LoadRun]:
 
 
 def unprotected() -> dict[Any, LoadRun]:
-    return {
-        ("unprotected", name, n): run_of("full", n, OFF, script=SCRIPTS[name], chunk=4)
-        for n, names in WRONG_UNPROTECTED.items()
-        for name in names
-    } | {
-        ("unprotected", "several groups"): run_of(
-            "both", 1, OFF, script=SCRIPTS["a part is sound"]
-        )
-    }
+    return (
+        {
+            ("unprotected", name, n): run_of(
+                "full", n, OFF, script=SCRIPTS[name], chunk=4
+            )
+            for n, names in WRONG_UNPROTECTED.items()
+            for name in names
+        }
+        | {
+            ("unprotected window", name): run_of(
+                "window", n, OFF, script=script, chunk=4
+            )
+            for name, (n, script) in WRONG_WINDOWS.items()
+        }
+        | {
+            ("unprotected", "several groups"): run_of(
+                "both", 1, OFF, script=SCRIPTS["a part is sound"]
+            )
+        }
+    )
 
 
 def random_runs() -> dict[Any, LoadRun]:
@@ -130,9 +151,8 @@ def random_runs() -> dict[Any, LoadRun]:
 
 
 def special() -> dict[Any, LoadRun]:
-    loading = Ask("owner", PROMPT, 32, 2, is_async=True)
     return {
-        "asynchronous": run_of("full", 1, ON, script={0: [loading]}),
+        "asynchronous": run_of("full", 1, ON, script={0: [LOADING]}),
         "no failure": run_of("full", 2, ON, failures=0.0),
         "no failure, unprotected": run_of("full", 2, OFF, failures=0.0),
         "not as expected": run_of(
@@ -171,6 +191,11 @@ def test_vllms_own_recovery_serves_it(asked, n):
     for name in WRONG_UNPROTECTED[n]:
         outcome = asked["unprotected", name, n]
         assert outcome.wrong or outcome.poisoned or outcome.error
+
+
+@pytest.mark.parametrize("name", WRONG_WINDOWS)
+def test_where_there_are_windows_alone_its_texts_are_wrong(asked, name):
+    assert asked["unprotected window", name].wrong
 
 
 def test_several_groups_end_vllms_engine_and_not_ours(asked):
