@@ -76,20 +76,23 @@ def test_every_scenario_is_here() -> None:
 
 
 def test_a_store_reads_what_it_was_started_for() -> None:
-    """Scenario 1: 4 usable blocks; A's store is held, B grows to 3 blocks and has to
-    wait; the store runs, A is preempted, and B overwrites what it gave up. Then A's
-    keys are asked for."""
+    """Scenario 1: 4 usable blocks; A's store is held, B grows to 3 blocks and A is
+    preempted. B has to wait until the store has run, and then overwrites what A gave
+    up. Then A's keys are asked for."""
     bench = Bench(
         fate=of_stores(NEVER_ENDS), num_blocks=5, max_model_len=16, policy="priority"
     )
     prompt = tokens(8)
     first = bench.add(prompt, 6, priority=1)
-    bench.add(tokens(3, 1), 9, priority=0)
-    request = bench.engine.scheduler.requests[first].request
+    second = bench.add(tokens(3, 1), 9, priority=0)
+    requests = bench.engine.scheduler.requests
     for _ in range(8):
         bench.engine.step()
     assert bench.transport.pending
-    assert not request.num_preemptions
+    assert requests[first].request.num_preemptions == 1
+    waits_with = requests[second].request.num_computed_tokens
+    bench.engine.step()
+    assert requests[second].request.num_computed_tokens == waits_with
     bench.transport.release()
     bench.finish()
     assert bench.preemptions
