@@ -183,6 +183,11 @@ class ScheduledRequest:
     states: Sequence[StateBlock] = ()
     """States that the step leaves beside those at its end."""
 
+    @property
+    def num_tokens_after(self) -> int:
+        """Tokens whose KV exists after the step, drafts included."""
+        return self.num_computed_tokens + self.num_scheduled_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from kvplugin.connectors.offload.chunks import Chunking, alignment
+from kvplugin.spec import cdiv
 
 Holds: TypeAlias = Callable[[Chunking, int], bool]
 """Whether the chunk of this number is there."""
@@ -69,11 +70,11 @@ def behind(cut: Chunking) -> int:
 def needed(cut: Chunking, boundary: int) -> range:
     """Numbers of the chunks of a group that `boundary` needs without a local hit."""
     first = cut.coverage.first(0, boundary) // cut.blocks
-    return range(first, -(-(boundary + behind(cut)) // cut.tokens) if boundary else 0)
+    return range(first, cdiv(boundary + behind(cut), cut.tokens) if boundary else 0)
 
 
 def _prefix_end(cut: Chunking, local: int, end: int, holds: Holds) -> int:
-    last = -(-(end + behind(cut)) // cut.tokens)
+    last = cdiv(end + behind(cut), cut.tokens)
     for number in range(local // cut.tokens, last):
         if not holds(cut, number):
             return min(end, number * cut.tokens - behind(cut))

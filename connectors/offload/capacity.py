@@ -10,6 +10,7 @@ from kvplugin.connectors.offload.memory import check_machine_memory
 from kvplugin.connectors.offload.messages import HostPool
 from kvplugin.contract import EngineInfo
 from kvplugin.errors import CapacityError
+from kvplugin.spec import cdiv
 
 
 def host_pools(engine: EngineInfo, config: OffloadConfig) -> list[HostPool]:
@@ -66,7 +67,7 @@ def _demands(engine: EngineInfo, config: OffloadConfig) -> list[_Demand]:
     return [
         _Demand(
             shared,
-            sum(-(-cut.coverage.kept(longest, step) // blocks) for cut in shared),
+            sum(cdiv(cut.coverage.kept(longest, step), blocks) for cut in shared),
             max(1, slot_bytes) * engine.world_size,
         )
         for (slot_bytes, blocks), shared in pools.items()

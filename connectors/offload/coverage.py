@@ -54,40 +54,16 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """A token reads the `window` last ones, its own included.
-
-    Engines skip what lies before: `get_num_skipped_tokens` of vLLM 0.32's managers,
-    with what they keep beside it for drafts.
-    """
+class Recent:
+    """A token reads those before it from some place on that moves along."""
 
     dense: ClassVar[bool] = False
     block_size: int
-    window: int
-    extra_history: int
+    begin: Callable[[int], int]
+    """Where the token at this place begins to read; may be before the first one."""
 
     def first(self, local: int, boundary: int) -> int:
-        skipped = boundary - self.window + 1 - self.extra_history
-        return max(local, skipped, 0) // self.block_size
-
-    def alive(self, computed: int) -> int:
-        return self.first(0, computed)
-
-    def kept(self, longest: int, step: int) -> int:
-        del step
-        return cdiv(longest, self.block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalChunk:
-    """A token reads those of its own chunk of `window` tokens."""
-
-    dense: ClassVar[bool] = False
-    block_size: int
-    window: int
-
-    def first(self, local: int, boundary: int) -> int:
-        return max(local, boundary // self.window * self.window) // self.block_size
+        return max(local, self.begin(boundary), 0) // self.block_size
 
     def alive(self, computed: int) -> int:
         return self.first(0, computed)
@@ -121,11 +97,17 @@ def _dense(group: GroupInfo) -> Coverage:
 
 
 def _window(group: GroupInfo) -> Coverage:
-    return Window(group.block_size, group.window, group.extra_history)
+    """The `window` last tokens, its own included. Engines skip what lies before:
+    `get_num_skipped_tokens` of vLLM 0.32's managers, with what they keep beside it for
+    drafts."""
+    reach = group.window - 1 + group.extra_history
+    return Recent(group.block_size, lambda place: place - reach)
 
 
 def _local_chunk(group: GroupInfo) -> Coverage:
-    return LocalChunk(group.block_size, group.window)
+    """Those of its own chunk of `window` tokens."""
+    size = group.window
+    return Recent(group.block_size, lambda place: place // size * size)
 
 
 def _state(group: GroupInfo) -> Coverage:

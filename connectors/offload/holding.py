@@ -1,7 +1,7 @@
 """Holding: a request's own chunks stay in host memory until all of them are there."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import TypeAlias
 
 from kvplugin.connectors.offload.host_tier import HostTier
@@ -50,7 +50,7 @@ class Holding:
 
     def take(self, ends: Iterable[int], group: int, slots: Sequence[int]) -> None:
         """Take over references to chunks, see `hold`."""
-        self._held += zip(ends, repeat(group), slots, strict=False)
+        self._held += _held(ends, group, slots)
 
     def take_tail(
         self, ends: Sequence[int], group: int, slots: Sequence[int], needed: range
@@ -65,7 +65,7 @@ class Holding:
                 those before are released.
         """
         tail = self._tails.pop(group, [])
-        tail += zip(ends, repeat(group), slots, strict=False)
+        tail += _held(ends, group, slots)
         is_whole = {end for end, _, _ in tail}.issuperset(needed)
         first = needed.start if is_whole else 0
         self._tails[group] = [one for one in tail if one[0] >= first]
@@ -101,3 +101,7 @@ class Holding:
         self._held, self._tails = [], {}
         held.sort(reverse=True)
         self._tier.release_all((group, slot) for _, group, slot in held)
+
+
+def _held(ends: Iterable[int], group: int, slots: Sequence[int]) -> Iterator[_Held]:
+    return ((end, group, slot) for end, slot in zip(ends, slots, strict=True))

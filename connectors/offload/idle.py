@@ -103,9 +103,7 @@ class IdleWorker:
         self._is_plan_unsaid = True
         self._sends.update(message.finished_sends)
         for order in message.loads:
-            self._failed[order.request_id] = [
-                block for part in order.parts for block in part.engine_ids
-            ]
+            self._failed[order.request_id] = order.engine_ids
         self._refused += [
             Completion(order.id, order.refusal or self._reason, 0, 0.0)
             for order in (*message.loads, *message.stores)

@@ -1,6 +1,7 @@
 """Copies under way, as the scheduler half knows them."""
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ J = TypeVar("J", bound="Job")
 
 
 @dataclass(slots=True)
-class Job:
+class Job(ABC):
     """A copy order and the ranks that still have to report it."""
 
     order: CopyOrder
@@ -34,8 +35,8 @@ class Job:
 
     @property
     def engine_ids(self) -> list[int]:
-        """All engine blocks of the job, in request order a group."""
-        return [block for part in self.order.parts for block in part.engine_ids]
+        """As of its order."""
+        return self.order.engine_ids
 
     def report(self, rank: int, done: Completion) -> bool:
         """One rank's result.
@@ -52,9 +53,9 @@ class Job:
         self.seconds += done.seconds
         return not self.ranks
 
+    @abstractmethod
     def uses(self) -> Iterator[tuple[int, int]]:
         """(group, host slot) of each reference that the job has."""
-        raise NotImplementedError
 
 
 @dataclass(slots=True)

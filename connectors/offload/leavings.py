@@ -40,7 +40,7 @@ def _states(
     step: ScheduledRequest, admission: Admission, cut: Chunking, end: int
 ) -> dict[int, int]:
     size = cut.group.block_size
-    after = step.num_computed_tokens + step.num_scheduled_tokens
+    after = step.num_tokens_after
     numbers: Sequence[int] = ()
     if cut.group.state_every_block:
         numbers = range(cut.coverage.alive(step.num_computed_tokens), end // size)

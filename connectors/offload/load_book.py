@@ -40,10 +40,6 @@ class _Load:
         """As far as the engine is concerned."""
         return self.given_up or bool(self.result and self.result.error)
 
-    @property
-    def blocks(self) -> list[int]:
-        return [block for part in self.order.parts for block in part.engine_ids]
-
 
 @dataclass(frozen=True, slots=True)
 class LoadNews:
@@ -150,7 +146,7 @@ class LoadBook:
         failed = [load for load in untold if self._can_fail and load.has_failed]
         return LoadNews(
             frozenset(load.order.request_id for load in untold),
-            {load.order.request_id: load.blocks for load in failed},
+            {load.order.request_id: load.order.engine_ids for load in failed},
             [completion(load.order.id, load.result) for load in ended if load.result],
         )
 

@@ -15,6 +15,7 @@ from kvplugin.connectors.offload.requests import RequestState
 from kvplugin.contract import EngineInfo, RequestView
 from kvplugin.errors import TransferError
 from kvplugin.policies.eviction import context_of
+from kvplugin.spec import cdiv
 
 logger = logging.getLogger("vllm.kvplugin.offload")
 
@@ -36,6 +37,7 @@ class Loads:
     Args:
         engine: whose blocks they are.
         cuts: the groups that are kept.
+        boundaries: of all of them.
         tier: where they are.
         jobs: all jobs under way.
         counters: of the connector.
@@ -47,13 +49,14 @@ class Loads:
         self,
         engine: EngineInfo,
         cuts: Sequence[Chunking],
+        boundaries: Boundaries,
         tier: HostTier,
         jobs: JobTable,
         counters: Counters,
         rate: RecomputeRate,
         clock: Callable[[], float],
     ) -> None:
-        self.boundaries = Boundaries(cuts)
+        self._boundaries = boundaries
         self._engine = engine
         self._cuts = cuts
         self._tier = tier
@@ -98,9 +101,9 @@ class Loads:
             is_writing = True
             return True
 
-        now = soon = self.boundaries.largest(local, limit, holds_soon)
+        now = soon = self._boundaries.largest(local, limit, holds_soon)
         if is_writing:
-            now = self.boundaries.largest(local, limit, holds_now)
+            now = self._boundaries.largest(local, limit, holds_now)
         return now, soon
 
     def _is_loading(self, request: RequestView, local: int, end: int) -> bool:
@@ -159,10 +162,10 @@ class Loads:
         return min(len(rows[cut.index]) * cut.group.block_size for cut in self._cuts)
 
     def _misplaced(self, local: int, end: int) -> str:
-        floor = self.boundaries.floor
+        floor = self._boundaries.floor
         if 0 <= local == floor(local) and end == floor(end):
             return ""
-        unit = self.boundaries.unit
+        unit = self._boundaries.unit
         return f"tokens {local} to {end} do not begin and end at multiples of {unit}"
 
     def _part(
@@ -181,7 +184,7 @@ class Loads:
         size = cut.group.block_size
         needed = cut.coverage.first(local, end)
         engine, host, found, why = [], [], {}, ""
-        for number in range(max(local, 0) // size, -(-end // size)):
+        for number in range(max(local, 0) // size, cdiv(end, size)):
             block = row[number] if number < len(row) else 0
             if not block:
                 if number >= needed:

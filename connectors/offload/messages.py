@@ -34,6 +34,11 @@ class CopyOrder(_Message, frozen=True):
     """Why it cannot be done: it ends at once, as failed, and nothing is copied. Empty:
     it can."""
 
+    @property
+    def engine_ids(self) -> list[int]:
+        """All its engine blocks, in request order a group."""
+        return [block for part in self.parts for block in part.engine_ids]
+
 
 class HostPool(_Message, frozen=True):
     """Host blocks of one size, shared by groups."""

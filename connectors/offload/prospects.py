@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from kvplugin.connectors.offload.boundary import needed
 from kvplugin.connectors.offload.chunks import Chunking, alignment, chunkings
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.messages import HostPool
@@ -43,17 +44,11 @@ def _too_small(pools: Sequence[HostPool], cuts: Sequence[Chunking]) -> Iterator[
     unit, by_index = alignment(cuts), {cut.index: cut for cut in cuts}
     for pool in pools:
         shared = [by_index[index] for index in pool.groups]
-        needed = sum(_needed(cut, unit) for cut in shared)
+        wanted = sum(len(needed(cut, unit)) for cut in shared)
         slots = pool.host_blocks // shared[0].blocks
-        if slots < needed:
+        if slots < wanted:
             yield (
-                f"the shortest hit, of {unit} tokens, needs {needed} slots of host "
+                f"the shortest hit, of {unit} tokens, needs {wanted} slots of host "
                 f"memory for groups {pool.groups}, which have {slots}: raise "
                 "cpu_bytes_to_use"
             )
-
-
-def _needed(cut: Chunking, boundary: int) -> int:
-    """Slots of a group for a hit of `boundary` tokens."""
-    first = cut.coverage.first(0, boundary) * cut.group.block_size // cut.tokens
-    return -(-boundary // cut.tokens) - first

@@ -11,6 +11,7 @@ from itertools import chain
 
 from kvplugin.connectors.identity import StoreIdentity
 from kvplugin.connectors.metrics import Counters
+from kvplugin.connectors.offload.boundary import Boundaries
 from kvplugin.connectors.offload.capacity import host_pools
 from kvplugin.connectors.offload.chunks import chunkings
 from kvplugin.connectors.offload.config import OffloadConfig
@@ -96,7 +97,8 @@ class OffloadScheduler:
         self._counters = Counters(METRICS)
         self._rate = RecomputeRate(clock)
         self._jobs = JobTable(engine.world_size, clock, config.transfer_timeout_s)
-        shared = engine, cuts, self._tier, self._jobs, self._counters
+        self._boundaries = Boundaries(cuts)
+        shared = engine, cuts, self._boundaries, self._tier, self._jobs, self._counters
         self._loads = Loads(*shared, self._rate, clock)
         self._stores = Stores(
             *shared,
@@ -106,7 +108,7 @@ class OffloadScheduler:
             clock=clock,
         )
         self._admissions = self._stores.admissions
-        self._min_load = config.min_load_tokens or self._loads.boundaries.unit
+        self._min_load = config.min_load_tokens or self._boundaries.unit
         self._requests: dict[str, RequestState] = {}
         self._new_loads: list[CopyOrder] = []
         self._ends = DelayedEnds()
@@ -149,9 +151,8 @@ class OffloadScheduler:
         """Tokens stored beyond the local hit, at most all but the last one."""
         state = self._state(request)
         state.asked_at = num_local_tokens
-        boundaries = self._loads.boundaries
-        limit = boundaries.floor(request.num_tokens - 1)
-        is_aligned = boundaries.floor(num_local_tokens) == num_local_tokens
+        limit = self._boundaries.floor(request.num_tokens - 1)
+        is_aligned = self._boundaries.floor(num_local_tokens) == num_local_tokens
         if limit - num_local_tokens < self._min_load or not is_aligned:
             return MISS
         if state.load_failed or self._has_too_many_overdue() or not self._is_bound:

@@ -55,7 +55,7 @@ class StepParts:
         ends = ends_of(cut, range(numbers.start, head))
         admission.holding.hold(ends, cut.index, slots)
         behind = list(cut.of(state.request, head, numbers.stop))
-        missing = self._missing(behind)
+        missing = [chunk for chunk in behind if self._tier.find(chunk.key) is None]
         wanted = self._dense_wanted(state, admission, cut, missing)
         return StepPart(cut, wanted, lambda c: admission.blocks(cut, c), behind)
 
@@ -100,11 +100,9 @@ class StepParts:
             for number in sorted(found)
             for chunk in cut.of(state.request, number, number + 1)
         ]
-        missing = self._missing(chunks)
-        there = {}
-        if len(missing) < len(chunks):
-            there = self.find(cut, chunks)
-            self._tier.hold(cut.index, list(there.values()))
+        there = self.find(cut, chunks)
+        self._tier.hold(cut.index, list(there.values()))
+        missing = [c for c in chunks if (c.number + 1) * cut.tokens not in there]
         wanted = self._sparse_wanted(state, admission, cut, missing)
         return StepPart(cut, wanted, lambda c: (found[c.number],), there=there)
 
@@ -128,9 +126,6 @@ class StepParts:
         up to their ends."""
         found = [(c.number, self._tier.find(c.key)) for c in chunks]
         return {(number + 1) * cut.tokens: slot for number, slot in found if slot}
-
-    def _missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        return [chunk for chunk in chunks if self._tier.find(chunk.key) is None]
 
 
 def ends_of(cut: Chunking, numbers: range) -> range:

@@ -43,6 +43,7 @@ class Stores:
     Args:
         engine: whose blocks they are.
         cuts: the groups that are kept.
+        boundaries: of all of them.
         tier: where they go.
         jobs: all jobs under way.
         counters: of the connector.
@@ -56,6 +57,7 @@ class Stores:
         self,
         engine: EngineInfo,
         cuts: Sequence[Chunking],
+        boundaries: Boundaries,
         tier: HostTier,
         jobs: JobTable,
         counters: Counters,
@@ -72,10 +74,10 @@ class Stores:
         self._cuts = cuts
         self._dense = [cut for cut in cuts if cut.coverage.dense]
         self._sparse = [cut for cut in cuts if not cut.coverage.dense]
-        self._boundaries = Boundaries(cuts)
+        self._boundaries = boundaries
         self._grain = math.gcd(*(cut.tokens for cut in cuts))
         self._parts = StepParts(tier, wanted, self._refuse)
-        self._room = StoreRoom(tier, self._boundaries, self._skip)
+        self._room = StoreRoom(tier, boundaries, self._skip)
         self._hash_block_size = engine.hash_block_size
         self._tier = tier
         self._jobs = jobs
@@ -97,7 +99,7 @@ class Stores:
         if admission is None:
             return None
         admission.grow(step.new_block_ids)
-        computed = step.num_computed_tokens + step.num_scheduled_tokens
+        computed = step.num_tokens_after
         if computed < admission.until and not step.states:
             return None
         if admission.is_new:
@@ -156,7 +158,7 @@ class Stores:
     def _storable(self, state: RequestState, step: ScheduledRequest) -> int:
         """Tokens that are computed after the step, hashed and wanted."""
         tokens = min(
-            step.num_computed_tokens + step.num_scheduled_tokens,
+            step.num_tokens_after,
             hashed_tokens(state.request, self._hash_block_size),
         )
         return (

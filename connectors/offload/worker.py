@@ -298,7 +298,7 @@ class OffloadWorker:
 
 def _refusal_of(order: CopyOrder) -> str:
     """Why an order cannot be done; empty if it can."""
-    if any(0 in part.engine_ids for part in order.parts):
+    if 0 in order.engine_ids:
         return order.refusal or "block 0, the null block, belongs to no request"
     return order.refusal
 

@@ -5,13 +5,20 @@ All of them have random weights, a vocabulary of 512 and no tokenizer.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvplugin.integration.demo.build_once import build_once
 
 VOCABULARY = 512
 SPREAD = 0.1
 """Of random weights: with the usual 0.02 an answer hardly depends on the prompt."""
+
+_SMALL: Final = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "max_position_embeddings": 8192,
+}
+"""Of all of them."""
 
 
 def _random_model(folder: Path, make: Callable[[], Any]) -> Path:
@@ -35,15 +42,13 @@ def tiny_gemma(folder: Path) -> Path:
 
         return Gemma3ForCausalLM(
             Gemma3TextConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=128,
+                **_SMALL,
                 intermediate_size=256,
                 num_hidden_layers=6,
                 num_attention_heads=2,
                 num_key_value_heads=1,
                 head_dim=64,
                 sliding_window=256,
-                max_position_embeddings=8192,
             )
         )
 
@@ -58,15 +63,13 @@ def tiny_mistral(folder: Path) -> Path:
 
         return MistralForCausalLM(
             MistralConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=128,
+                **_SMALL,
                 intermediate_size=256,
                 num_hidden_layers=3,
                 num_attention_heads=2,
                 num_key_value_heads=1,
                 head_dim=64,
                 sliding_window=128,
-                max_position_embeddings=8192,
                 initializer_range=SPREAD,
             )
         )
@@ -83,8 +86,7 @@ def tiny_gpt_oss(folder: Path) -> Path:
 
         return GptOssForCausalLM(
             GptOssConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=128,
+                **_SMALL,
                 intermediate_size=128,
                 num_hidden_layers=4,
                 num_local_experts=4,
@@ -93,7 +95,6 @@ def tiny_gpt_oss(folder: Path) -> Path:
                 num_attention_heads=4,
                 num_key_value_heads=2,
                 sliding_window=128,
-                max_position_embeddings=8192,
                 initializer_range=SPREAD,
                 eos_token_id=1,
                 pad_token_id=0,
@@ -112,8 +113,7 @@ def tiny_deepseek(folder: Path) -> Path:
 
         return DeepseekV3ForCausalLM(
             DeepseekV3Config(
-                vocab_size=VOCABULARY,
-                hidden_size=128,
+                **_SMALL,
                 intermediate_size=256,
                 moe_intermediate_size=128,
                 num_hidden_layers=3,
@@ -133,7 +133,6 @@ def tiny_deepseek(folder: Path) -> Path:
                 initializer_range=0.04,  # its two ways of computing differ by rounding
                 topk_method="noaux_tc",
                 scoring_func="sigmoid",
-                max_position_embeddings=8192,
             )
         )
 
@@ -149,8 +148,7 @@ def tiny_qwen3_next(folder: Path) -> Path:
 
         model = Qwen3NextForCausalLM(
             Qwen3NextConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=128,
+                **_SMALL,
                 intermediate_size=128,
                 moe_intermediate_size=128,
                 shared_expert_intermediate_size=128,
@@ -165,7 +163,6 @@ def tiny_qwen3_next(folder: Path) -> Path:
                 num_experts=4,
                 num_experts_per_tok=2,
                 initializer_range=SPREAD,
-                max_position_embeddings=8192,
                 layer_types=[*["linear_attention"] * 3, "full_attention"],
             )
         )

@@ -14,7 +14,7 @@ from kvplugin.connectors.offload import stores
 from kvplugin.connectors.offload.admissions import Admission
 from kvplugin.connectors.offload.boundary import Boundaries
 from kvplugin.connectors.offload.chunks import Chunking
-from kvplugin.connectors.offload.coverage import Window
+from kvplugin.connectors.offload.coverage import Recent
 from kvplugin.connectors.offload.holding import Holding
 from kvplugin.connectors.offload.host_tier import HostTier
 from kvplugin.connectors.offload.jobs import Job, LoadJob
@@ -36,12 +36,12 @@ from tests.scheduler.mutations import Mutation, around, method
 # -- breakages -------------------------------------------------------------------------
 
 
-def a_block_later(right: Any, self: Window, local: int, boundary: int) -> int:
+def a_block_later(right: Any, self: Recent, local: int, boundary: int) -> int:
     first: int = right(self, local, boundary)
     return min(first + 1, boundary // self.block_size)
 
 
-def a_block_earlier(right: Any, self: Window, local: int, boundary: int) -> int:
+def a_block_earlier(right: Any, self: Recent, local: int, boundary: int) -> int:
     return max(int(right(self, local, boundary)) - 1, local // self.block_size)
 
 
@@ -117,12 +117,12 @@ def a_local_hit_of_what_host_memory_has_lost(name: str) -> None:
 MUTATIONS = [
     Mutation(
         "a window begins a block too late",
-        around(Window, "first", a_block_later),
+        around(Recent, "first", a_block_later),
         partial(boundaries.test_known_models_find_some, "full+window"),
     ),
     Mutation(
         "a window begins a block too early",
-        around(Window, "first", a_block_earlier),
+        around(Recent, "first", a_block_earlier),
         partial(boundaries.test_known_models_find_some, "full+window"),
     ),
     Mutation(

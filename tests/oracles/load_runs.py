@@ -21,6 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from tests.oracles import vllm_core
 from tests.oracles.load_drive import Ask, LoadOutcome, LoadRun
 from tests.oracles.load_model import Load, Memory, Worker, truth
+from tests.oracles.outputs import model_output
 from tests.oracles.policy_runs import Errors, config_of, make_scheduler
 
 
@@ -111,6 +112,7 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
+        """Of the worker's half, which is `_worker` here."""
         raise NotImplementedError
 
     wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv
@@ -221,14 +223,8 @@ class _Drive:
             else:
                 bad |= failed
         tokens = self._worker.execute(output)
-        names = list(tokens)
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=list(tokens.values()),
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
+        return model_output(
+            tokens,
             kv_connector_output=KVConnectorOutput(
                 finished_recving=received or None, invalid_block_ids=bad
             ),

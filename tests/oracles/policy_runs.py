@@ -13,10 +13,10 @@ from unittest.mock import patch
 
 import vllm
 from vllm.v1.core.sched import scheduler as vllm_scheduler
-from vllm.v1.outputs import ModelRunnerOutput
 
 from kvplugin.integration.vllm.scheduler import KVPluginScheduler, own_class
 from tests.oracles import V019, vllm_core
+from tests.oracles.outputs import model_output
 from tests.oracles.policy_drive import VOCABULARY, Outcome, PolicyRun
 
 
@@ -261,15 +261,7 @@ class _Drive:
 
     def _answer(self) -> None:
         output, tokens = self._under_way.popleft()
-        names = list(tokens)
-        model_output = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=list(tokens.values()),
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
-        for client in self._scheduler.update_from_output(output, model_output).values():
+        answer = model_output(tokens)
+        for client in self._scheduler.update_from_output(output, answer).values():
             for one in client.outputs:
                 self._out.texts.setdefault(one.request_id, []).extend(one.new_token_ids)

@@ -10,13 +10,13 @@ from typing import Any
 from unittest.mock import patch
 
 from vllm.v1.core.sched import scheduler as vllm_scheduler
-from vllm.v1.outputs import ModelRunnerOutput
 
 from kvplugin import spec as our_specs
 from kvplugin.hashing import get_hash_format
 from kvplugin.manager import KVCacheManager as OurManager
 from kvplugin.parity import V019
 from tests.oracles import vllm_core
+from tests.oracles.outputs import model_output
 from tests.oracles.scheduler_drive import Run, drive
 
 
@@ -181,16 +181,7 @@ class _Engine:
     ) -> None:
         for name, new in drafts.items():
             self.scheduler.requests[name].spec_token_ids = new
-        names = list(tokens)
-        output = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=list(tokens.values()),
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
-        self.scheduler.update_from_output(self.output, output)
+        self.scheduler.update_from_output(self.output, model_output(tokens))
 
     def blocks(self) -> tuple[Any, ...]:
         manager = self.scheduler.kv_cache_manager
