@@ -16,6 +16,9 @@ One request walks through them like this:
 6. `finished` ends the request; blocks that transfers still read stay referenced
    through `EngineBlocks` until those transfers end.
 
+Connectors between engines implement two more protocols: `MeetsPeers` beside the
+scheduler half, `IntroducesItself` beside each worker half.
+
 Messages between the halves are bytes (see `kvplugin.wire`); an empty message means
 "nothing" and costs nothing.
 """
@@ -24,10 +27,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from kvplugin.events import KVCacheEvent
-from kvplugin.layout import PageLayout, TensorLayout
+from kvplugin.layout import KVLayout, PageLayout, TensorLayout
 
 
 class GroupKind(StrEnum):
@@ -104,6 +107,9 @@ class EngineInfo:
     world_size: int = 1
     """Ranks that hold KV: each has a worker half, completion is a count over them."""
     rank: int = 0
+    """Pipeline rank times `tp_size`, plus tensor-parallel rank."""
+    tp_size: int = 1
+    """Ranks that share the heads of a layer; world_size / tp_size pipeline stages."""
     max_model_len: int = 0
     """Tokens of the longest request; 0 for as many as the pool holds."""
     max_step_tokens: int = 0
@@ -133,6 +139,25 @@ class RequestView(Protocol):
     def block_hashes(self) -> Sequence[bytes]: ...
 
 
+class PeerRequestView(RequestView, Protocol):
+    """What connectors between engines read beside that."""
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What the client sent for connectors, in vLLM's terms; not validated."""
+
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def lora_request(self) -> Any: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def mm_features(self) -> Sequence[Any]: ...
+    @property
+    def prompt_embeds(self) -> Any: ...
+
+
 class EngineBlocks(Protocol):
     """References to blocks of the engine's own pool."""
 
@@ -141,6 +166,10 @@ class EngineBlocks(Protocol):
 
     def release(self, ids: Sequence[int]) -> None:
         """Undo one `acquire`; order: what may be evicted first, first."""
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Nobody is to find these blocks by their hashes (any more), whoever has them:
+        they hold less than those promise."""
 
 
 class Lookup(NamedTuple):
@@ -238,7 +267,8 @@ class SchedulerHalf(Protocol):
         block_ids: tuple[Sequence[int], ...],
         num_external_tokens: int,
     ) -> None:
-        """Blocks are there. `block_ids` is the whole row a group, local hits
+        """Blocks are there; said again, with no external tokens, when a request goes on
+        after its load. `block_ids` is the whole row a group, local hits
         included; the last `num_external_tokens` of it are to be loaded. Entry i of a
         row is about tokens from i times the group's block size on; 0, the null block,
         stands where the group needs nothing (before a window, between states).
@@ -281,6 +311,37 @@ class SchedulerHalf(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class MeetsPeers(Protocol):
+    """What a scheduler half has beside `SchedulerHalf` if it exchanges KV with other
+    engines."""
+
+    def meet(self, introductions: Mapping[int, bytes]) -> None:
+        """What each rank's `IntroducesItself.introduction` said, by rank; once, before
+        the first request."""
+
+    def arrived(self, request: PeerRequestView) -> int:
+        """A request has come; said once, before its first `lookup`. Tokens at the end
+        of its prompt that this engine is to leave away: the next engine computes
+        them itself, on states that end before them."""
+
+    def handover(
+        self,
+        request: PeerRequestView,
+        block_ids: tuple[Sequence[int], ...],
+        num_computed_tokens: int,
+    ) -> Mapping[str, Any] | None:
+        """The request has ended as it should (not aborted, not failed) and still has
+        its blocks: what its client is told (``kv_transfer_params``), None for nothing.
+        Said right before `finished`.
+
+        Args:
+            request: it.
+            block_ids: its row a group, as in `SchedulerHalf.allocated`.
+            num_computed_tokens: whose KV the row holds.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerOutcome:
     """What one rank has to say after a step."""
@@ -314,6 +375,14 @@ class KVTensor:
     device: str = "cpu"
     """As torch names it, e.g. ``cuda:0``; only the CPU's memory has addresses that the
     host may use."""
+    rows: KVLayout | None = None
+    """Where each row lies, from `address` on, where the interior of a page is known."""
+    interior: str = ""
+    """Names the interior of a page for comparison: backend, instruction set, dtype.
+    Pages of equal interiors may be moved as bytes, whatever is inside."""
+    total_heads: int = 0
+    """KV heads of the layer over all tensor-parallel ranks; 0 where every rank holds
+    the same rows (a latent)."""
 
 
 class WorkerHalf(Protocol):
@@ -336,6 +405,15 @@ class WorkerHalf(Protocol):
         """Wait until every store has ended; a report for `SchedulerHalf.apply`."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class IntroducesItself(Protocol):
+    """What a worker half has beside `WorkerHalf` if other engines read its memory."""
+
+    def introduction(self) -> bytes:
+        """What they must know of this rank, for `MeetsPeers.meet`; asked once, after
+        `register`."""
 
 
 class CopyJob(NamedTuple):

@@ -23,3 +23,7 @@ class EngineReferences:
         """See `contract.EngineBlocks`."""
         self._pool.free_blocks(ids)
         self.held.subtract(ids)
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """See `contract.EngineBlocks`."""
+        self._pool.evict_blocks(ids)

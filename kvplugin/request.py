@@ -5,7 +5,7 @@ vLLM's serves as it is. `Request` is a plain class for engines that have none.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
@@ -117,6 +117,7 @@ class Request:
         "hash_block_size",
         "hash_format",
         "hints",
+        "kv_transfer_params",
         "lora_request",
         "mm_features",
         "num_computed_tokens",
@@ -147,6 +148,7 @@ class Request:
         arrival_time: float = 0.0,
         hints: "RequestHints | None" = None,
         block_context: object = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> None:
         """A request with its prompt, hashed.
 
@@ -160,6 +162,8 @@ class Request:
             hints: what the client says of it; `Scheduler.add_request` makes a
                 `block_context` of them.
             block_context: a `BlockContext`, what the eviction policy is told.
+            kv_transfer_params: what the client says to connectors that exchange KV
+                with other engines; nobody else reads it.
             weight_epoch: changes of the model's weights so far. Requests of different
                 epochs share nothing.
 
@@ -189,6 +193,7 @@ class Request:
         self.arrival_time = arrival_time
         self.hints = hints
         self.block_context = block_context
+        self.kv_transfer_params = kv_transfer_params
         self.block_hashes: list[bytes] = []
         self._prompt_embeds_per_block_hashes: dict[tuple[int, int], bytes] = {}
         self.hash_format = hash_format
@@ -232,6 +237,32 @@ class Request:
             _check_tokens(self.request_id, new)
             self._tokens += new
         if len(self._tokens) >= self._next_hash_at:
+            self._update_hashes()
+
+    def leave_away(self, num_tokens: int) -> None:
+        """Drop tokens at the end of its prompt, before it is served: another engine
+        computes them. A media item may then reach beyond the end.
+
+        Raises:
+            RequestError: nothing would be left, or it has generated tokens.
+        """
+        left = self.num_prompt_tokens - num_tokens
+        if not 0 < left <= self.num_prompt_tokens or self.num_output_tokens:
+            raise RequestError(
+                f"request {self.request_id!r}: {num_tokens} of its tokens cannot be "
+                f"left away, {self.num_prompt_tokens} of {self.num_tokens} are prompt"
+            )
+        if not num_tokens:
+            return
+        self.num_prompt_tokens = left
+        del self._tokens[left:]
+        if self.prompt_embeds is not None:
+            self.prompt_embeds = self.prompt_embeds[:left]
+        self.mm_features = tuple(
+            item for item in self.mm_features if item.mm_position.offset < left
+        )
+        if self.hash_format is not None:
+            del self.block_hashes[left // self.hash_block_size :]
             self._update_hashes()
 
     def take_hints(self, now: float) -> None:

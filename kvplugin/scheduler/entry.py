@@ -71,6 +71,8 @@ class Entry:
     seen_by_workers: bool = False
     skips_external: bool = False
     """A load has failed: compute instead."""
+    ended_with_drafts: bool = False
+    """Whether its last step that has ended had drafts to verify."""
     num_cached_tokens: int = -1
     """Tokens that its first admission did not have to compute; -1 before."""
 
@@ -107,6 +109,20 @@ class Entry:
         return bool(live) and (bool(self.drafts) or any(part.drafts for part in live))
 
     @property
+    def num_settled_tokens(self) -> int:
+        """Tokens whose KV is in its blocks, whatever steps in flight bring; accepted
+        drafts behind the token that ended it do not count."""
+        request = self.request
+        settled = request.num_computed_tokens - request.num_in_flight_tokens
+        return min(settled, request.num_tokens)
+
+    @property
+    def states_are_settled(self) -> bool:
+        """Whether its last state is the one after these tokens, at the end of its row:
+        a token that was taken in cannot be taken out again."""
+        return not (self.live_in_flight or self.ended_with_drafts)
+
+    @property
     def oldest_counts(self) -> bool:
         """Whether the output of its oldest step in flight will count."""
         ended = self.status is Status.FINISHED
@@ -130,6 +146,7 @@ class Entry:
     def land(self) -> InFlight:
         """The oldest step under way has ended."""
         part = self.in_flight.popleft()
+        self.ended_with_drafts = part.drafts > 0
         self.lost = [lost for lost in self.lost if lost.step > part.step]
         self._count()
         return part

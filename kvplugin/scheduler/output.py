@@ -5,6 +5,7 @@ Field names are those of vLLM 0.19.1 (`v1/core/sched/output.py`, `v1/outputs.py`
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvplugin.contract import WorkerOutcome
 
@@ -98,3 +99,5 @@ class RequestOutput:
     """stop, length, abort or error; None while it goes on."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed, from first admission."""
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """What a connector hands over when it ends, for whoever is to go on with it."""

@@ -11,7 +11,6 @@ from kvplugin.managers import AlignedMambaManager
 from kvplugin.request import Request
 from kvplugin.scheduler.config import SchedulerConfig
 from kvplugin.scheduler.entry import Entry, Status
-from kvplugin.scheduler.lookups import Lookups
 from kvplugin.scheduler.roster import Roster
 from kvplugin.scheduler.rows import blocks_from
 from kvplugin.scheduler.step import StepPlan
@@ -38,7 +37,6 @@ class Planner:
         self._manager = roster.manager
         self._config = roster.config
         self._loads_synchronously = loads_synchronously
-        self._lookups = Lookups(roster.connector)
         self._unit = _unit(self._manager, self._config)
 
     def fill(self, step: StepPlan) -> None:
@@ -81,7 +79,9 @@ class Planner:
                 step.closed = True
                 return
             roster.run(entry)
-            step.add(entry, num_tokens, blocks, admitted=True)
+            if roster.connector is not None:
+                roster.connector.allocated(entry.request, roster.rows(entry), 0)
+            step.add(entry, num_tokens, blocks, admitted=True, heard=True)
 
     def _next_tokens(self, entry: Entry, budget: int) -> tuple[int, list[int]]:
         """Tokens to compute next, and which of them are drafts."""
@@ -104,6 +104,9 @@ class Planner:
         unit, known = self._unit, entry.request.num_tokens
         if unit == 1 or computed >= max(entry.request.num_prompt_tokens, known - 1):
             return num_tokens
+        if computed % unit:
+            # A state was loaded into the block; its key is for the one at its end.
+            return min(num_tokens, unit - computed % unit)
         last = known - known % unit
         end = computed + num_tokens
         if end < last:
@@ -194,16 +197,12 @@ class Planner:
         # Its id may still name a transfer, into blocks that it gave up.
         if entry.skips_external or entry.id in loads or loads.num_overdue_blocks > most:
             return MISS
-        return self._lookups.ask(entry.request, hit)
+        return self._roster.answers.lookup(entry.request, hit)
 
     def _credit(self, request: Request, hit: int, external: int) -> tuple[int, int]:
         """Tokens to load, and those of them that count as computed; the last token of
         all is computed in any case, for its logits."""
-        last = request.num_tokens - 1
-        if self._unit > 1:
-            # A state inside a block would be taken for the one at the block's end.
-            external = min(hit + external, last) // self._unit * self._unit - hit
-        credited = min(external, last - hit)
+        credited = min(external, request.num_tokens - 1 - hit)
         return (external, credited) if credited > 0 else (0, 0)
 
     def _admit(

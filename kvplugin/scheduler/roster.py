@@ -5,13 +5,16 @@ be moved is decided elsewhere (`planner.py`, `recovery.py`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from kvplugin.block import NULL_BLOCK
+from kvplugin.connector_answers import ConnectorAnswers
 from kvplugin.contract import SchedulerHalf
 from kvplugin.demand import Demand, HitKeys
 from kvplugin.errors import IntegrityError
 from kvplugin.manager import KVCacheManager
+from kvplugin.managers import MambaManager
 from kvplugin.scheduler.config import SchedulerConfig
 from kvplugin.scheduler.entry import Entry, Lost, Status
 from kvplugin.scheduler.holds import Holds
@@ -46,6 +49,7 @@ class Roster:
         self.manager = manager
         self.config = config
         self.connector = connector
+        self.answers = ConnectorAnswers(connector)
         self.holds = Holds(manager.block_pool)
         self.loads = Loads(self.holds, num_ranks, config.load_timeout_s, clock)
         self.sends = Sends(self.holds, num_ranks)
@@ -151,6 +155,7 @@ class Roster:
             reason: stop, length, abort or error.
             tokens: its last ones, not told yet.
         """
+        params = self._hand_over(entry) if reason in ("stop", "length") else None
         if self.connector is not None and self.connector.finished(entry.request):
             self.sends.start(entry.id, self.rows(entry))
         if entry.status is Status.LOADING and entry.id in self.loads:
@@ -162,7 +167,17 @@ class Roster:
         if entry.seen_by_workers:
             self.finished.add(entry.id)
         cached = max(entry.num_cached_tokens, 0)
-        self.news.append(RequestOutput(entry.id, tokens, reason, cached))
+        self.news.append(RequestOutput(entry.id, tokens, reason, cached, params))
+
+    def _hand_over(self, entry: Entry) -> Mapping[str, Any] | None:
+        """What the connector has to say to whoever goes on with a request that ends as
+        it should. A state that steps in flight or drafts have moved on is not there."""
+        rows, groups = self.rows(entry), self.manager.coordinator.single_type_managers
+        if not entry.states_are_settled:
+            for row, group in zip(rows, groups, strict=True):
+                if isinstance(group, MambaManager):
+                    row[:] = [NULL_BLOCK] * len(row)
+        return self.answers.handover(entry.request, rows, entry.num_settled_tokens)
 
     def _leave(self, entry: Entry) -> None:
         """Out of the queue in which it is; parked requests are in none."""

@@ -106,7 +106,8 @@ class Scheduler:
         """A request arrives.
 
         Args:
-            request: a new one. It is brought to the last weight epoch that
+            request: a new one. A connector may have the end of its prompt left away
+                (`MeetsPeers.arrived`). It is brought to the last weight epoch that
                 `reset_prefix_cache` was told; its hints count from now on, unless it
                 has a `block_context` already.
             max_tokens: tokens to generate at most, 1 or more.
@@ -127,6 +128,7 @@ class Scheduler:
         if request.weight_epoch != self._weight_epoch:
             request.begin_weight_epoch(self._weight_epoch)
         request.take_hints(self._clock())
+        request.leave_away(roster.answers.arrived(request))
         roster.add(entry)
 
     def abort_request(self, request_id: str) -> None:

@@ -2,8 +2,8 @@
 
 Importing this package imports nothing else; names come from their modules when asked
 for, by `import *` too. Its parts: `lab` (all of it around a scheduler), `transport`,
-`faults` and `remote` (transfers), `content` and `pool_watch` (whose bytes a block
-holds), `toy_model` (a worker that notices every wrong byte), `orders` (every
+`faults`, `remote` and `peers` (transfers), `content` and `pool_watch` (whose bytes a
+block holds), `toy_model` (a worker that notices every wrong byte), `orders` (every
 interleaving), `oracles`, `progress`, `estimates` and `policy_watch` (what must hold).
 """
 
@@ -86,6 +86,15 @@ if TYPE_CHECKING:
     from kvplugin.testing.orders import (
         run_order as run_order,
     )
+    from kvplugin.testing.peers import (
+        PeerKV as PeerKV,
+    )
+    from kvplugin.testing.peers import (
+        PeerLab as PeerLab,
+    )
+    from kvplugin.testing.peers import (
+        PeerWorker as PeerWorker,
+    )
     from kvplugin.testing.policy_watch import (
         PolicyError as PolicyError,
     )
@@ -166,6 +175,7 @@ _EXPORTS: Final[dict[str, tuple[str, ...]]] = {
         "assert_poisoned",
     ),
     "orders": ("Action", "Exploration", "OrderError", "explore", "run_order"),
+    "peers": ("PeerKV", "PeerLab", "PeerWorker"),
     "policy_watch": ("PolicyError", "strict_policies", "watch_policy"),
     "pool_watch": ("watch_pool", "watched_content"),
     "progress": ("ProgressWatch",),

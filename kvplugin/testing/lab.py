@@ -10,7 +10,7 @@ What breaks raises where it happens: wrong bytes when they are read, a broken in
 after the step that broke it, a policy's fault in the call, a hang when a state repeats.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ from kvplugin.testing.oracles import (
 from kvplugin.testing.policy_watch import watch_policy
 from kvplugin.testing.pool_watch import watched_content
 from kvplugin.testing.progress import ProgressWatch
-from kvplugin.testing.references import CountedHalf
+from kvplugin.testing.references import CountedHalf, counted
 from kvplugin.testing.rules import Identity, identity_of_request
 from kvplugin.testing.toy_model import ToyModel
 from kvplugin.testing.transport import FakeTransport
@@ -118,7 +118,8 @@ class Lab:
         """The scheduler's clock, in seconds; stands still unless a test moves it."""
         self.connector = connector or self.make_connector()
         self.transport = self.make_transport(fate_of)
-        self._counted = None if self.connector is None else CountedHalf(self.connector)
+        half = self.connector
+        self._counted: CountedHalf | None = None if half is None else counted(half)
         self.scheduler = Scheduler(
             self.kv,
             chosen,
@@ -133,6 +134,8 @@ class Lab:
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         """Why those ended that did."""
+        self.handed_over: dict[str, Mapping[str, Any]] = {}
+        """What the connector says to whoever goes on with a request that has ended."""
         self._spans: dict[str, list[tuple[int, Identity]]] = {}
         self.model = ToyModel(
             self.memory,
@@ -291,6 +294,8 @@ class Lab:
         output += news.new_token_ids
         if news.finish_reason is not None:
             self.reasons[news.req_id] = news.finish_reason
+        if news.kv_transfer_params is not None:
+            self.handed_over[news.req_id] = news.kv_transfer_params
 
     def _spans_of(self, id_: str) -> Iterator[tuple[int, int, Identity]]:
         """Runs of output tokens that were computed with the same weights."""

@@ -1,11 +1,11 @@
 """The engine's blocks as a connector gets them, with an account of what it took."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvplugin.block import NULL_BLOCK
-from kvplugin.contract import EngineBlocks
+from kvplugin.contract import EngineBlocks, MeetsPeers, PeerRequestView
 
 
 class CountedBlocks:
@@ -45,6 +45,10 @@ class CountedBlocks:
         self._taken -= given_back
         self._blocks.release(ids)
 
+    def forget(self, ids: Sequence[int]) -> None:
+        """See `contract.EngineBlocks`."""
+        self._blocks.forget(ids)
+
 
 def _without_null(ids: Sequence[int]) -> list[int]:
     """Nobody counts references to the null block."""
@@ -74,3 +78,23 @@ class CountedHalf:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._half, name)
+
+
+class CountedPeers(CountedHalf):
+    """The same for a half that is a `contract.MeetsPeers`: an engine looks for these
+    methods where Python does not ask `__getattr__`."""
+
+    def meet(self, introductions: Mapping[int, bytes]) -> None:
+        """See `contract.MeetsPeers`, as what follows."""
+        self._half.meet(introductions)
+
+    def arrived(self, request: PeerRequestView) -> Any:
+        return self._half.arrived(request)
+
+    def handover(self, *args: Any) -> Any:
+        return self._half.handover(*args)
+
+
+def counted(half: Any) -> CountedHalf:
+    """Count what a scheduler half references."""
+    return (CountedPeers if isinstance(half, MeetsPeers) else CountedHalf)(half)

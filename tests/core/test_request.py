@@ -147,3 +147,40 @@ def test_impossible_output_is_an_error_and_changes_nothing(
     with pytest.raises(RequestError, match=r"token id (-1|4294967296) is outside"):
         request.append_output_token_ids(tokens)
     assert (request.num_tokens, request.block_hashes) == (3, [])
+
+
+@pytest.mark.parametrize("length", [2, 8, 9, 10])
+def test_the_end_of_a_prompt_is_left_away(length: int) -> None:
+    request = Request(
+        "r", range(length), hash_format=get_hash_format(), hash_block_size=4
+    )
+    shorter = Request(
+        "r", range(length - 1), hash_format=get_hash_format(), hash_block_size=4
+    )
+    request.leave_away(1)
+    for it in (request, shorter):
+        it.append_output_token_ids(range(50, 59))
+    assert list(request.all_token_ids) == list(shorter.all_token_ids)
+    assert request.num_prompt_tokens == length - 1
+    assert request.block_hashes == shorter.block_hashes
+
+
+def test_media_and_embeddings_at_the_end_are_left_away_too() -> None:
+    items = [MediaItem("a", MediaRange(0, 3)), MediaItem("b", MediaRange(4, 1))]
+    request = Request(
+        "r", None, prompt_embeds=[[1.0]] * 5, mm_features=items, hash_format=None
+    )
+    request.leave_away(1)
+    assert len(request.prompt_embeds) == request.num_tokens == 4
+    assert request.mm_features == tuple(items[:1])
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 3, 4])
+def test_what_cannot_be_left_away(num_tokens: int) -> None:
+    request = Request("r", range(3))
+    with pytest.raises(RequestError, match="left away"):
+        request.leave_away(num_tokens)
+    request.append_output_token_ids(5)
+    with pytest.raises(RequestError, match="left away"):
+        request.leave_away(1)
+    assert request.num_tokens == 4

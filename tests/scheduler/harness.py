@@ -128,6 +128,7 @@ class Harness:
         groups: Sequence[KVCacheSpec] | None = None,
         *,
         connects: bool = False,
+        connector: Any = None,
         synchronously: bool = False,
         ranks: int = 1,
         max_model_len: int = 64,
@@ -155,11 +156,11 @@ class Harness:
             ),
         )
         self.now = 0.0
-        self.connector = Connector()
+        self.connector: Any = connector or Connector()
         self.scheduler = Scheduler(
             self.kv,
             self.config,
-            connector=self.connector if connects else None,
+            connector=self.connector if connects or connector else None,
             num_ranks=ranks,
             loads_synchronously=synchronously,
             clock=lambda: self.now,
@@ -169,6 +170,8 @@ class Harness:
         self.drafts = drafts
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
+        self.handed_over: dict[str, Any] = {}
+        """What the users of ended requests are told for the next engine."""
         self.in_flight: list[SchedulerOutput] = []
 
     def add(
@@ -232,6 +235,7 @@ class Harness:
             self.outputs[item.req_id] += item.new_token_ids
             if item.finish_reason is not None:
                 self.reasons[item.req_id] = item.finish_reason
+                self.handed_over[item.req_id] = item.kv_transfer_params
         self.scheduler.check()
 
     def step(self, *outcomes: WorkerOutcome, **how: Any) -> SchedulerOutput:

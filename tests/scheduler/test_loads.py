@@ -69,14 +69,36 @@ def test_what_is_loaded_is_what_is_credited(
     lab = Lab((full(16), *states), 20, held=False, synchronous=synchronous)
     lab.add(list(range(32)), 3, remote_tokens=offered)
     lab.step()
-    # In mode align a step ends at a block's end, and so does what is credited.
-    credited = 16 if mode == "align" else min(offered, 31)
+    credited = min(offered, 31)
     (load,) = lab.remote.loads.values()
     assert (load.start, load.stop) == (0, credited)
     if not synchronous:
         assert lab.requests["r0"].num_computed_tokens == credited
     lab.drain()
     assert len(lab.outputs["r0"]) == 3
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("budget", [16, 24, 64])
+@pytest.mark.parametrize("offered", [5, 16, 23, 39])
+def test_a_state_that_is_loaded_inside_a_block_is_never_hit_as_the_one_at_its_end(
+    offered: int, budget: int, synchronous: bool
+) -> None:
+    """Steps end where blocks do, the first one after the load too: only then is the
+    block's state the one that its key names."""
+    lab = Lab(
+        (full(16), mamba("align", 16)),
+        20,
+        held=False,
+        synchronous=synchronous,
+        max_num_batched_tokens=budget,
+    )
+    lab.add(list(range(60)), 3, remote_tokens=offered)
+    lab.run()
+    lab.add(list(range(60)), 3)
+    lab.add([*range(35), 7], 3)
+    lab.drain()
+    assert all(len(output) == 3 for output in lab.outputs.values())
 
 
 def test_nobody_waits_for_the_last_token_alone() -> None:
