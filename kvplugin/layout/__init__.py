@@ -8,10 +8,12 @@ interior is known (`KVLayout`), row by row into a page of another shape
 
 from kvplugin.layout.conversion import Axis, Box, Conversion, plan_conversion
 from kvplugin.layout.heads import HeadSlice, RankSlice, head_slices
-from kvplugin.layout.interior import KVLayout, Part
+from kvplugin.layout.interior import MAX_PARTS, KVLayout, Part
 from kvplugin.layout.runs import MAX_RUNS, PageLayout, Run, TensorLayout, block_runs
+from kvplugin.layout.staging import Staging, Stretch, plan_staging
 
 __all__ = [
+    "MAX_PARTS",
     "MAX_RUNS",
     "Axis",
     "Box",
@@ -22,8 +24,11 @@ __all__ = [
     "Part",
     "RankSlice",
     "Run",
+    "Staging",
+    "Stretch",
     "TensorLayout",
     "block_runs",
     "head_slices",
     "plan_conversion",
+    "plan_staging",
 ]

@@ -5,7 +5,8 @@ splits: the greatest common divisor of the block sizes. A chunk has one id a sid
 block's id times the chunks of a block plus its place in there. Where kernels count in
 blocks smaller than the pool's (`KVLayout.split`), a block of the pool is simply more
 chunks; their ids follow each other all the same. What a chunk holds is a
-few `Box`es: strided copies of up to two axes around contiguous bytes.
+few `Box`es: strided copies of up to two axes around contiguous bytes. A row that holds
+several tokens (`KVLayout.tokens_per_row`) is never split: chunks are whole rows.
 
     block sizes 64 -> 128: chunks of 64 tokens, one a source block, two a target block
     block sizes 48 -> 32:  chunks of 16 tokens, three a source block, two a target block
@@ -14,11 +15,14 @@ few `Box`es: strided copies of up to two axes around contiguous bytes.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvplugin.errors import LayoutMismatchError
 from kvplugin.layout.heads import HeadSlice
 from kvplugin.layout.interior import KVLayout, Part
+
+MAX_AXES: Final = 2
+"""Of a box: what engines loop over."""
 
 
 class Axis(NamedTuple):
@@ -61,6 +65,8 @@ class Conversion:
 
     source: KVLayout
     target: KVLayout
+    heads: HeadSlice
+    """That move."""
     chunk_tokens: int
     boxes: tuple[Box, ...]
 
@@ -139,23 +145,54 @@ def plan_conversion(
         heads: the heads that move; None for all, which both sides must have.
 
     Raises:
-        LayoutMismatchError: parts, row sizes, dtypes or heads do not correspond;
-            shows both sides.
+        LayoutMismatchError: parts, row sizes, dtypes, packings or heads do not
+            correspond, or a row's columns differ so that a part takes more than two
+            loops around contiguous bytes; shows both sides.
     """
-    rows = [[(p.name, p.row_bytes) for p in side.parts] for side in (source, target)]
-    if rows[0] != rows[1] or source.dtype != target.dtype:
-        raise _refusal("their rows differ", source, target)
+    _check_rows(source, target)
     if heads is None:
         if source.heads != target.heads:
             raise _refusal("they have different numbers of heads", source, target)
         heads = HeadSlice(0, 0, source.heads)
     _check_heads(heads, source, target)
-    tokens = math.gcd(source.tokens, target.tokens)
+    rows = math.gcd(source.rows, target.rows)
     boxes = [
-        _box(s, t, heads, tokens)
-        for s, t in zip(source.parts, target.parts, strict=True)
+        _box(s, t, heads, rows) for s, t in zip(source.parts, target.parts, strict=True)
     ]
-    return Conversion(source, target, tokens, _join(boxes))
+    for box in boxes:
+        if len(box.axes) > MAX_AXES:
+            raise _refusal(
+                f"rows of {len(box.axes)} nested strides would be moved in pieces of "
+                f"{box.nbytes} bytes",
+                source,
+                target,
+            )
+    tokens = rows * source.tokens_per_row
+    return Conversion(source, target, heads, tokens, _join(boxes))
+
+
+def _check_rows(source: KVLayout, target: KVLayout) -> None:
+    if (source.packing, source.tokens_per_row) != (
+        target.packing,
+        target.tokens_per_row,
+    ):
+        raise _refusal(
+            f"rows of {source.tokens_per_row} tokens packed as {source.packing!r} do "
+            f"not become rows of {target.tokens_per_row} packed as {target.packing!r}",
+            source,
+            target,
+        )
+    rows = [[(p.name, p.row_bytes) for p in side.parts] for side in (source, target)]
+    if rows[0] != rows[1] or source.dtype != target.dtype:
+        raise _refusal("their rows differ", source, target)
+    for s, t in zip(source.parts, target.parts, strict=True):
+        few, many = sorted((s.columns, t.columns))
+        if many % few:
+            raise _refusal(
+                f"{s.columns} columns of a row do not become {t.columns}",
+                source,
+                target,
+            )
 
 
 def _check_heads(heads: HeadSlice, source: KVLayout, target: KVLayout) -> None:
@@ -164,23 +201,41 @@ def _check_heads(heads: HeadSlice, source: KVLayout, target: KVLayout) -> None:
             raise _refusal(f"{heads} is not among the heads", source, target)
 
 
-def _box(source: Part, target: Part, heads: HeadSlice, tokens: int) -> Box:
+def _box(source: Part, target: Part, heads: HeadSlice, rows: int) -> Box:
+    columns, piece = _columns(source, target)
     axes = [
-        Axis(tokens, source.token_stride, target.token_stride),
+        Axis(rows, source.token_stride, target.token_stride),
         Axis(heads.num_heads, source.head_stride, target.head_stride),
+        *columns,
     ]
-    merged, nbytes = _merge(axes, source.row_bytes)
+    merged, nbytes = _merge(axes, piece)
     first = heads.source_first * source.head_stride
     return Box(
-        Side(source.offset + first, source.block_stride, tokens * source.token_stride),
+        Side(source.offset + first, source.block_stride, rows * source.token_stride),
         Side(
             target.offset + heads.target_first * target.head_stride,
             target.block_stride,
-            tokens * target.token_stride,
+            rows * target.token_stride,
         ),
         merged,
         nbytes,
     )
+
+
+def _columns(source: Part, target: Part) -> tuple[list[Axis], int]:
+    """The loops inside a row, and the bytes that neither side splits: each column of
+    the side with fewer of them is several of the other's, one after the other."""
+    pieces = max(source.columns, target.columns)
+    piece = source.row_bytes // pieces
+    few = min(source.columns, target.columns)
+    steps = [
+        (side.column_stride, piece)
+        if side.columns == few < pieces
+        else (pieces // few * side.column_stride, side.column_stride)
+        for side in (source, target)
+    ]
+    outer, inner = zip(*steps, strict=True)
+    return [Axis(few, *outer), Axis(pieces // few, *inner)], piece
 
 
 def _merge(axes: Sequence[Axis], nbytes: int) -> tuple[tuple[Axis, ...], int]:
@@ -191,12 +246,13 @@ def _merge(axes: Sequence[Axis], nbytes: int) -> tuple[tuple[Axis, ...], int]:
     )
     while left and left[-1][1:] == (nbytes, nbytes):
         nbytes *= left.pop().extent
-    if len(left) == 2:
-        outer, inner = left
+    merged: list[Axis] = []
+    for inner in left:
         step = (inner.extent * inner.source_stride, inner.extent * inner.target_stride)
-        if outer[1:] == step:
-            left = [inner._replace(extent=outer.extent * inner.extent)]
-    return tuple(left), nbytes
+        if merged and merged[-1][1:] == step:
+            inner = inner._replace(extent=merged.pop().extent * inner.extent)
+        merged.append(inner)
+    return tuple(merged), nbytes
 
 
 def _join(boxes: Sequence[Box]) -> tuple[Box, ...]:

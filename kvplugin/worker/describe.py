@@ -1,7 +1,8 @@
 """What connectors and copy engines are told about a layer's KV memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -25,21 +26,52 @@ def describe_tensor(tensor: torch.Tensor, block_axis: int) -> TensorLayout:
     )
 
 
-def describe_cache(cache: LayerCache) -> KVTensor:
+def describe_cache(cache: LayerCache, total_heads: int = 0) -> KVTensor:
     """A layer's memory as connectors get to know it.
 
     States are one view of bytes, [blocks, bytes of all states].
+
+    Args:
+        cache: of one rank.
+        total_heads: KV heads over all ranks, see `KVTensor.total_heads`.
     """
-    return KVTensor(cache.tensors[0].data_ptr(), cache.bytes_view.tensor)
+    known = cache.plan is not None and not cache.plan.backend.opaque
+    return KVTensor(
+        address=cache.tensors[0].data_ptr(),
+        layout=cache.bytes_view.tensor,
+        device=str(cache.tensors[0].device),
+        rows=kv_layout(cache) if known else None,
+        interior=_interior(cache),
+        total_heads=total_heads,
+    )
 
 
-def describe_caches(tensors: KVTensors) -> dict[str, KVTensor]:
-    """The same for all layers with a cache of their own."""
+def describe_caches(
+    tensors: KVTensors, total_heads: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, KVTensor]:
+    """The same for all layers with a cache of their own.
+
+    Args:
+        tensors: of one rank.
+        total_heads: by layer; 0 for those that are not named.
+    """
     return {
-        name: describe_cache(cache)
+        name: describe_cache(cache, total_heads.get(name, 0))
         for name, cache in tensors.layers.items()
         if cache.layer == name
     }
+
+
+def _interior(cache: LayerCache) -> str:
+    """Pages with equal names hold the same bytes for the same rows: what is in them,
+    and in which order and number."""
+    if cache.plan is None:
+        return cache.page.interior
+    view = cache.views[0].tensor
+    sizes = dict(zip(cache.plan.backend.axes, view.shape, strict=True))
+    inside = [axis for axis in cache.plan.order() if axis not in ("layer", "block")]
+    order = " ".join(f"{axis}:{sizes[axis]}" for axis in inside)
+    return f"{cache.page.interior}/{order}"
 
 
 def regions(cache: LayerCache) -> list[Region]:

@@ -5,7 +5,7 @@ its logical one; numpy's indexing then says where an element is.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,7 +56,15 @@ LATENT_BACKENDS = {
     "MLA, all layers": ("block token dim", "block layer token dim"),
     "MLA with a head": ("block head token dim", "layer block head token dim"),
 }
-ALL_BACKENDS = BACKENDS | FUSED_BACKENDS | LATENT_BACKENDS
+PACKED_BACKENDS = {
+    # The one page with keys transposed over it, [dim, token], then values.
+    "CPU attention": ("block head kv token dim", "block head kv token dim"),
+    "CPU attention, all layers": (
+        "block head kv token dim",
+        "block layer head kv token dim",
+    ),
+}
+ALL_BACKENDS = BACKENDS | FUSED_BACKENDS | LATENT_BACKENDS | PACKED_BACKENDS
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,8 @@ class Cache:
             name=backend,
         )
         self.parts = self._parts(sizes.key if fused else None)
+        if backend in PACKED_BACKENDS:
+            self._transpose_keys()
 
     def _parts(self, key_size: int | None) -> list[np.ndarray]:
         """Views [blocks, tokens, heads, dim]: keys and values, or a latent."""
@@ -134,6 +144,20 @@ class Cache:
         if key_size is None:
             return [moved]
         return [moved[..., :key_size], moved[..., key_size:]]
+
+    def _transpose_keys(self) -> None:
+        """Keys [token, dim] become [dim, token] in the same bytes."""
+        keys = self.parts[0]
+        blocks, tokens, heads, dim = keys.shape
+        item, (block, _, head, _) = keys.itemsize, keys.strides
+        self.parts[0] = np.lib.stride_tricks.as_strided(
+            keys, (blocks, tokens, heads, dim), (block, item, head, tokens * item)
+        )
+        key, value = self.layout.parts
+        columns = replace(
+            key, token_stride=item, columns=dim, column_stride=tokens * item
+        )
+        self.layout = replace(self.layout, parts=(columns, value))
 
     def slots(self, ids: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
         """Block and place of the first `count` tokens of a row of blocks."""

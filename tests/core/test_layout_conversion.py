@@ -17,6 +17,7 @@ from tests.core.kv_caches import (
     BACKENDS,
     FUSED_BACKENDS,
     LATENT_BACKENDS,
+    PACKED_BACKENDS,
     Cache,
     Sizes,
     after_copy,
@@ -82,7 +83,7 @@ def caches(
 def chains(
     draw: st.DrawFn,
 ) -> tuple[Sizes, int, list[tuple[Cache, list[int]]], bool]:
-    kind = draw(st.sampled_from(["equal", "fused", "latent"]))
+    kind = draw(st.sampled_from(["equal", "fused", "latent", "packed"]))
     key = draw(st.integers(1, 5))
     value = draw(st.integers(1, 5)) if kind == "fused" else key
     heads = 1 if kind == "latent" else draw(st.integers(1, 4))
@@ -91,6 +92,7 @@ def chains(
         "equal": [*BACKENDS, *FUSED_BACKENDS],
         "fused": list(FUSED_BACKENDS),
         "latent": list(LATENT_BACKENDS),
+        "packed": list(PACKED_BACKENDS),
     }[kind]
     num_tokens = draw(st.integers(1, 24))
     one = caches(backends, sizes, num_tokens)
@@ -335,7 +337,7 @@ def test_any_slice_of_heads(data: st.DataObject) -> None:
 
 
 def test_row_is_where_the_view_has_it() -> None:
-    for backend in [*BACKENDS, *FUSED_BACKENDS]:
+    for backend in [*BACKENDS, *FUSED_BACKENDS, *PACKED_BACKENDS]:
         cache = Cache(backend, Sizes(3, 2, 2), 3, 4)
         for index in itertools.product(range(2), range(3), range(4), range(3)):
             view = cache.parts[index[0]][index[1:]]

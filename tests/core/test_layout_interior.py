@@ -13,17 +13,26 @@ from kvplugin.layout import KVLayout, Part
 def counts(layout: KVLayout) -> Counter[int]:
     """How many rows each byte belongs to."""
     return Counter(
-        layout.row(i, block, token, head) + byte
+        layout.row(i, block, token, head, column) + byte
         for i, part in enumerate(layout.parts)
         for block in range(layout.num_blocks)
         for token in range(layout.tokens)
         for head in range(layout.heads)
-        for byte in range(part.row_bytes)
+        for column in range(part.columns)
+        for byte in range(part.row_bytes // part.columns)
     )
 
 
 strides = st.sampled_from([2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96])
 rows = st.sampled_from([1, 2, 3, 4, 8])
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Bytes of a row, its columns, and from one to the next."""
+    nbytes = draw(rows)
+    count = draw(st.sampled_from([n for n in (1, 2, 4) if nbytes % n == 0]))
+    return nbytes, count, draw(strides)
 
 
 @st.composite
@@ -34,8 +43,8 @@ def pairs_of_parts(draw: st.DrawFn) -> tuple[Part, ...]:
     )
     offsets = draw(st.tuples(st.just(0), st.sampled_from([1, 2, 4, 8, 16, 64, 192])))
     return (
-        Part("k", offsets[0], *steps, draw(rows)),
-        Part("v", offsets[1], *others, draw(rows)),
+        Part("k", offsets[0], *steps, *draw(columns())),
+        Part("v", offsets[1], *others, *draw(columns())),
     )
 
 

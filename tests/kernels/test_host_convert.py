@@ -17,6 +17,7 @@ from tests.core.kv_caches import (
     BACKENDS,
     FUSED_BACKENDS,
     LATENT_BACKENDS,
+    PACKED_BACKENDS,
     Cache,
     Sizes,
     after_copy,
@@ -52,13 +53,14 @@ def check_convert(
 def hops(
     draw: st.DrawFn,
 ) -> tuple[Cache, Cache, tuple[list[int], list[int]], int, HeadSlice | None]:
-    kind = draw(st.sampled_from(["equal", "fused", "latent"]))
+    kind = draw(st.sampled_from(["equal", "fused", "latent", "packed"]))
     key = draw(st.integers(1, 9) | st.sampled_from([16, 32, 48, 64, 80]))
     value = draw(st.integers(1, 9)) if kind == "fused" else key
     backends = {
         "equal": [*BACKENDS, *FUSED_BACKENDS],
         "fused": list(FUSED_BACKENDS),
         "latent": list(LATENT_BACKENDS),
+        "packed": list(PACKED_BACKENDS),
     }[kind]
     count = 1 if kind == "latent" else draw(st.integers(1, 4))
     sliced = kind != "latent" and draw(st.booleans())
@@ -127,6 +129,20 @@ def test_blocks_of_other_sizes(
         )
     ]
     check_convert(engine, *made, (rows[0], rows[1]), 192)
+
+
+@pytest.mark.parametrize("tokens", [(64, 128), (128, 64), (32, 128), (96, 64)])
+@pytest.mark.parametrize("heads", [None, HeadSlice(1, 0, 2)])
+def test_keys_transposed_over_their_blocks(
+    engine: str, tokens: tuple[int, int], heads: HeadSlice | None
+) -> None:
+    """Pages of CPU attention: an element of all of a block's keys side by side."""
+    rows = [list(range(384 // n))[::-1] for n in tokens]
+    made = [
+        Cache("CPU attention", Sizes(3, 16, 16, "uint16"), len(row), n, seed=n)
+        for row, n in zip(rows, tokens, strict=True)
+    ]
+    check_convert(engine, *made, (rows[0], rows[1]), 384, heads)
 
 
 def permuting(

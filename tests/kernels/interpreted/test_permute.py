@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvplugin.kernels import words
 from kvplugin.kernels.permute import DeviceBlockConverter
 from kvplugin.layout import HeadSlice, KVLayout, Part, head_slices, plan_conversion
+from tests.core.kv_caches import Cache, Sizes, after_copy
 from tests.kernels.canaries import Guarded
 from tests.kernels.row_reference import Shape, fill, layout, moves, span
 
@@ -103,6 +104,24 @@ def test_between_layouts(source: str, target: str) -> None:
     sides = layout(source, SHAPE), layout(target, SHAPE)
     converter = check_convert(*sides, [2, 0], [0, 1])
     assert converter._unit == 16
+
+
+@pytest.mark.parametrize("tokens", [(64, 128), (128, 64), (32, 128), (96, 64)])
+@pytest.mark.parametrize("heads", [None, HeadSlice(1, 0, 1)])
+def test_keys_transposed_over_their_blocks(
+    tokens: tuple[int, int], heads: HeadSlice | None
+) -> None:
+    """Pages of CPU attention: an element of all of a block's keys side by side."""
+    rows = [[*range(384 // n)][::-1] for n in tokens]
+    source, target = (
+        Cache("CPU attention", Sizes(2, 8, 8, "uint16"), len(row), n, seed=n)
+        for row, n in zip(rows, tokens, strict=True)
+    )
+    plan = plan_conversion(source.layout, target.layout, heads)
+    expected = after_copy(source, target, (rows[0], rows[1]), 384, heads)
+    converter = DeviceBlockConverter(plan, source.address, target.address, CPU)
+    converter.convert(*plan.pair_chunks(rows[0], rows[1]))
+    np.testing.assert_array_equal(target.buffer, expected)
 
 
 @pytest.mark.parametrize("source", ["bht", "bth"])
