@@ -11,6 +11,7 @@ all they say to each other.
 - What is stored of a step: `leavings.py` (what it leaves), `step_parts.py` (what is
   wanted of it), `store_room.py` (what there is room for).
 - `jobs.py`: transfers under way and their deadlines.
-- `worker.py`: one rank; `load_book.py` is what it has said of loads, the rest are copy
-  engines and memory.
+- `worker.py`: one rank (`kvplugin.connectors.load_book` is what it has said of loads);
+  `retries.py` for engines that cannot be told of failures; the rest are copy engines
+  and memory.
 """

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
+from kvplugin.connectors.coverage import State
 from kvplugin.connectors.offload.chunks import Chunking
-from kvplugin.connectors.offload.coverage import State
 from kvplugin.contract import EngineInfo, RequestView
 from kvplugin.hooks import CheckpointContext, Hooks
 from kvplugin.request import RequestLike

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvplugin.connectors.offload.coverage import Coverage, coverage_of, unserved
+from kvplugin.connectors.coverage import Coverage, coverage_of, unserved
 from kvplugin.contract import EngineInfo, GroupInfo, RequestView
 from kvplugin.errors import ConfigError
 from kvplugin.hashing import make_key

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from kvplugin.connectors.coverage import State
 from kvplugin.connectors.offload.admissions import Admission
 from kvplugin.connectors.offload.chunks import Chunking
-from kvplugin.connectors.offload.coverage import State
 from kvplugin.contract import ScheduledRequest
 
 

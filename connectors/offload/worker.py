@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvplugin.connectors.identity import StoreIdentity
+from kvplugin.connectors.load_book import LoadBook
 from kvplugin.connectors.offload.capacity import host_pools
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.copies import Copies, open_copies
 from kvplugin.connectors.offload.copy_thread import MOST_SECONDS
-from kvplugin.connectors.offload.load_book import LoadBook, completion, copy_job
 from kvplugin.connectors.offload.messages import (
     VERSION,
     Completion,
@@ -19,6 +19,7 @@ from kvplugin.connectors.offload.messages import (
     Plan,
     Report,
 )
+from kvplugin.connectors.offload.retries import Retries, copy_job
 from kvplugin.contract import (
     NOTHING_HAPPENED,
     CopyResult,
@@ -84,7 +85,9 @@ class OffloadWorker:
         self._step = -1
         self._refusal = ""
         self._to_store: Sequence[CopyOrder] = ()
-        self._loads = LoadBook(can_fail=engine.reports_failed_loads)
+        can_fail = engine.reports_failed_loads
+        self._loads: LoadBook[Completion] = LoadBook(can_fail=can_fail, logger=logger)
+        self._retries = None if can_fail else Retries()
         self._stores: set[int] = set()
         self._is_plan_unsaid = False
         self._completions: list[Completion] = []
@@ -214,9 +217,11 @@ class OffloadWorker:
 
     def _start_load(self, order: CopyOrder) -> None:
         if reason := self._refusal or _refusal_of(order):
-            self._loads.refuse(order, reason)
+            self._loads.refuse(order, Completion(order.id, reason, 0, 0.0))
             return
         self._loads.begin(order)
+        if self._retries is not None:
+            self._retries.begin(order)
         self._submit(order, store=False)
 
     def _start_stores(self) -> None:
@@ -249,7 +254,7 @@ class OffloadWorker:
         sends, self._sends = self._sends, set()
         if news is None:
             return WorkerOutcome(finished_sends=frozenset(sends), report=self._report())
-        self._completions += news.completions
+        self._completions += news.ends
         return WorkerOutcome(
             news.finished, news.failed, frozenset(sends), self._report()
         )
@@ -276,9 +281,14 @@ class OffloadWorker:
     def _ended(self, transport: Transport, result: CopyResult) -> None:
         if result.id in self._stores:
             self._stores.remove(result.id)
-            self._completions.append(completion(result.id, result))
-        elif (retry := self._loads.end(result)) is not None:
-            transport.submit(retry)
+            self._completions.append(_completion(result))
+            return
+        if self._retries is not None:
+            if (job := self._retries.again(result)) is not None:
+                transport.submit(job)
+                return
+            result = self._retries.last(result)
+        self._loads.end(_completion(result))
 
     def _report(self) -> bytes:
         completions, self._completions = self._completions, []
@@ -294,6 +304,10 @@ class OffloadWorker:
             transport.close()
         if self._copies is not None:
             self._copies.close()
+
+
+def _completion(result: CopyResult) -> Completion:
+    return Completion(result.id, result.error, result.nbytes, result.seconds)
 
 
 def _refusal_of(order: CopyOrder) -> str:

@@ -10,18 +10,18 @@ from typing import Any
 
 from msgspec import structs
 
+from kvplugin.connectors.coverage import Recent
+from kvplugin.connectors.load_book import LoadBook
 from kvplugin.connectors.offload import stores
 from kvplugin.connectors.offload.admissions import Admission
 from kvplugin.connectors.offload.boundary import Boundaries
 from kvplugin.connectors.offload.chunks import Chunking
-from kvplugin.connectors.offload.coverage import Recent
 from kvplugin.connectors.offload.holding import Holding
 from kvplugin.connectors.offload.host_tier import HostTier
 from kvplugin.connectors.offload.jobs import Job, LoadJob
 from kvplugin.connectors.offload.leavings import left_by
-from kvplugin.connectors.offload.load_book import LoadBook
+from kvplugin.connectors.offload.messages import Completion
 from kvplugin.connectors.offload.scheduler import OffloadScheduler
-from kvplugin.contract import CopyResult
 from kvplugin.request import Request
 from tests.core.manager_setups import FORMAT
 from tests.offload import test_hybrid_boundaries as boundaries
@@ -66,7 +66,7 @@ def dense_groups_alone(right: Any, self: Boundaries, cuts: Sequence[Any]) -> Non
 
 def the_end_is_told_at_once(right: Any, self: LoadBook, order: Any) -> None:
     right(self, order)
-    self._end(self._loads[order.id], CopyResult(order.id))
+    self._end(self._loads[order.id], Completion(order.id, "", 0, 0.0))
 
 
 def the_deadline_lets_go(right: Any, self: OffloadScheduler) -> list[int]:

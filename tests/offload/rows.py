@@ -27,6 +27,9 @@ class PoolBlocks:
         self.held -= Counter(ids)
         self._pool.free_blocks(ids)
 
+    def forget(self, ids: Sequence[int]) -> None:
+        self._pool.evict_blocks(ids)
+
 
 @dataclass
 class Work:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from kvplugin.connectors.offload.coverage import coverage_of, unserved
+from kvplugin.connectors.coverage import coverage_of, unserved
 from kvplugin.contract import GroupInfo, GroupKind
 from kvplugin.errors import ConfigError
 from tests.offload.half import engine, group

@@ -6,9 +6,9 @@ from typing import Final
 
 import pytest
 
+from kvplugin.connectors.coverage import unserved
 from kvplugin.connectors.offload.chunks import chunkings
 from kvplugin.connectors.offload.config import OffloadConfig
-from kvplugin.connectors.offload.coverage import unserved
 from kvplugin.connectors.offload.scheduler import OffloadScheduler
 from kvplugin.contract import EngineInfo, GroupKind
 from kvplugin.errors import ConfigError

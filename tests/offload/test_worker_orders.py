@@ -8,8 +8,8 @@ import pytest
 from kvplugin.connectors.identity import StoreIdentity
 from kvplugin.connectors.offload.capacity import host_pools
 from kvplugin.connectors.offload.config import OffloadConfig
-from kvplugin.connectors.offload.load_book import RETRIES
 from kvplugin.connectors.offload.messages import Completion, CopyOrder, HostPool, Report
+from kvplugin.connectors.offload.retries import RETRIES
 from kvplugin.connectors.offload.worker import OffloadWorker
 from kvplugin.contract import (
     NOTHING_HAPPENED,

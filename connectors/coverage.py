@@ -20,6 +20,10 @@ class Coverage(Protocol):
     """Whether every block is needed, and what lies behind a missing one is of no use.
     Only blocks of such groups are kept as chunks of several."""
 
+    def begins(self, boundary: int) -> int:
+        """First token whose KV the tokens from `boundary` on read, as far as it is
+        kept token by token. Does not fall."""
+
     def first(self, local: int, boundary: int) -> int:
         """First block that `boundary` needs beyond a local hit of `local` tokens; the
         run ends before block boundary / block size, and is empty where it begins
@@ -39,6 +43,10 @@ class Dense:
 
     dense: ClassVar[bool] = True
     block_size: int
+
+    def begins(self, boundary: int) -> int:
+        del boundary
+        return 0
 
     def first(self, local: int, boundary: int) -> int:
         del boundary
@@ -62,8 +70,11 @@ class Recent:
     begin: Callable[[int], int]
     """Where the token at this place begins to read; may be before the first one."""
 
+    def begins(self, boundary: int) -> int:
+        return max(self.begin(boundary), 0)
+
     def first(self, local: int, boundary: int) -> int:
-        return max(local, self.begin(boundary), 0) // self.block_size
+        return max(local, self.begins(boundary)) // self.block_size
 
     def alive(self, computed: int) -> int:
         return self.first(0, computed)
@@ -80,6 +91,9 @@ class State:
     dense: ClassVar[bool] = False
     block_size: int
     every_block: bool
+
+    def begins(self, boundary: int) -> int:
+        return boundary
 
     def first(self, local: int, boundary: int) -> int:
         return boundary // self.block_size - (boundary > local)
@@ -121,11 +135,12 @@ _OF_KIND: Final[dict[GroupKind, Callable[[GroupInfo], Coverage]]] = {
     GroupKind.CHUNKED_LOCAL: _local_chunk,
     GroupKind.MAMBA: _state,
 }
-"""Kinds that offload serves."""
+"""Kinds that connectors serve."""
 
 
 def unserved(engine: EngineInfo) -> str:
-    """Why offload leaves this model alone, naming the kinds; empty if it serves it."""
+    """Why a connector that finds blocks by their hashes leaves this model alone,
+    naming the kinds; empty if it serves it."""
     groups = [group for group in engine.groups if group.reusable]
     if not groups:
         return "the model has no KV cache that could be found again"
@@ -148,7 +163,7 @@ def coverage_of(group: GroupInfo) -> Coverage:
     make = _OF_KIND.get(group.kind)
     if make is None:
         raise ConfigError(
-            f"offload cannot keep group {group.index} of kind {group.kind}"
+            f"no connector serves group {group.index}, which is of kind {group.kind}"
         )
     if make in (_window, _local_chunk) and group.window < 1:
         raise ConfigError(f"group {group.index} ({group.kind}) says no window")
