@@ -1,0 +1,1 @@
+"""Tests of P/D over NIXL."""

@@ -1,0 +1,216 @@
+"""Both halves of control as they should be: who reads what, who gives what."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from kvplugin.connectors.nixl.config import NixlConfig, Role
+from kvplugin.connectors.nixl.scheduler import NixlScheduler
+from kvplugin.connectors.nixl.wire import (
+    Health,
+)
+from kvplugin.contract import MeetsPeers
+from kvplugin.errors import ConfigError, KVPluginError
+from tests.nixl.lab import (
+    LEASE,
+    Clock,
+    Engine,
+    Network,
+    introduction,
+    pair,
+    spec,
+)
+from tests.nixl.lab_checks import counters, describes, drain, opens
+
+PROMPT = range(100, 130)
+
+
+# -- as it should be -------------------------------------------------------------------
+
+
+def test_a_prompt_is_read_once_and_both_sides_are_free() -> None:
+    _network, producer, consumer = pair()
+    assert isinstance(producer.half, MeetsPeers)
+    params = producer.prefill("a", PROMPT)
+    assert producer.half.has_pending_work()
+    request = consumer.add("b", PROMPT, params)
+    assert consumer.channel.kept, "opened and kept from its arrival on"
+    consumer.step()
+    assert consumer.half.has_pending_work()
+    (worker,) = consumer.workers
+    assert [peer.peer_id for peer in worker.plans[0].new_peers] == [producer.peer_id]
+    drain(consumer, producer)
+    assert request.loaded == len(PROMPT) - 1
+    assert counters(consumer)["reads"] == 1
+    assert counters(producer)["closed_leases"] == 1
+
+
+def test_a_second_request_of_a_known_peer_asks_for_its_lease_alone() -> None:
+    _network, producer, consumer = pair()
+    for name in "abc":
+        consumer.add(f"d{name}", PROMPT, producer.prefill(name, PROMPT))
+        drain(consumer, producer)
+    assert describes(consumer) == 1
+    assert len(opens(consumer)) == 3
+
+
+def test_an_engine_that_never_says_that_a_request_has_arrived() -> None:
+    """As vLLM 0.19: the first lookup is the arrival."""
+    _network, producer, consumer = pair()
+    params = producer.prefill("a", PROMPT)
+    request = consumer.add("b", PROMPT, params, says_arrived=False)
+    assert not consumer.channel.history
+    drain(consumer, producer)
+    assert request.loaded == len(PROMPT) - 1
+
+
+def test_samples_of_one_request_share_a_lease() -> None:
+    _network, producer, consumer = pair()
+    params = producer.prefill("a", PROMPT)
+    requests = [consumer.add(f"b{i}", PROMPT, params) for i in range(2)]
+    assert len({question.reader for question in opens(consumer)}) == 2
+    consumer.run(1)
+    producer.step()
+    assert producer.half.has_pending_work() or not consumer.reads()
+    drain(consumer, producer)
+    assert [request.loaded for request in requests] == [len(PROMPT) - 1] * 2
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [((4,), (16,)), ((16,), (4,)), ((4, 8), (16, 16))]
+)
+def test_block_sizes_differ(theirs: tuple[int, ...], ours: tuple[int, ...]) -> None:
+    _network, producer, consumer = pair(
+        spec("P", *theirs, window=20), spec("D", *ours, window=20)
+    )
+    params = producer.prefill("a", PROMPT)
+    request = consumer.add("b", PROMPT, params)
+    drain(consumer, producer)
+    assert request.loaded == len(PROMPT) - 1
+    if theirs == (4, 8):
+        # The window's first block, of 16 tokens, begins where the producer has nothing.
+        assert len(set(consumer.blocks.forgotten)) == 1
+
+
+def test_a_prompt_that_goes_on_differently_reads_what_is_the_same() -> None:
+    _network, producer, consumer = pair(spec("P", 4), spec("D", 4))
+    params = producer.prefill("a", range(100, 230))
+    request = consumer.add("b", [*range(100, 200), *range(7, 20)], params)
+    other = consumer.add("c", [7, *range(101, 230)], params)
+    drain(consumer, producer)
+    assert request.loaded == 64, "digests stand for 64 tokens"
+    assert other.loaded == 0
+    assert counters(consumer)["missed_reads"] == 1
+
+
+def test_fewer_tokens_than_pay_are_computed() -> None:
+    _network, producer, consumer = pair(min_load_tokens=30)
+    request = consumer.add("b", PROMPT, producer.prefill("a", PROMPT))
+    drain(consumer, producer)
+    assert request.loaded == 0
+    assert not consumer.workers[0].seen
+
+
+# -- who does what ---------------------------------------------------------------------
+
+
+def test_a_producer_reads_nothing_and_a_consumer_gives_nothing() -> None:
+    network, producer, consumer = pair()
+    params = producer.prefill("a", PROMPT)
+    request = producer.add("b", PROMPT, params)
+    assert not producer.channel.history
+    producer.run()
+    assert request.loaded == 0
+    asked = consumer.add("c", PROMPT, {"do_remote_decode": True})
+    consumer.run()
+    assert not asked.params
+    assert consumer.address not in network.servers
+    network.clock.now += LEASE + 1
+    drain(consumer, producer)
+
+
+def test_the_next_turn_is_read_back_from_the_decoder() -> None:
+    network, producer, consumer = pair(
+        bidirectional_kv_xfer=True, kv_recompute_threshold=8
+    )
+    params = producer.prefill("a", PROMPT)
+    first = consumer.add("b", PROMPT, params)
+    consumer.run(4)
+    assert first.params is not None
+    assert first.params["do_remote_decode"] is True
+    turn = [*PROMPT, *range(500, 520)]
+    second = producer.add("c", turn, first.params)
+    producer.run(4)
+    assert second.loaded == len(PROMPT)
+    short = producer.add("d", range(100, 107), {**first.params})
+    producer.run(4)
+    assert short.loaded == 0, "below kv_recompute_threshold"
+    network.clock.now += 500
+    drain(producer, consumer)
+
+
+def test_without_bidirectional_nothing_is_read_back() -> None:
+    network, producer, consumer = pair()
+    params = {**producer.prefill("a", PROMPT)}
+    params.update(do_remote_prefill=False, do_remote_decode=True)
+    request = producer.add("b", PROMPT, params)
+    producer.run()
+    assert request.loaded == 0
+    network.clock.now += LEASE + 1
+    drain(consumer, producer)
+
+
+def test_without_introductions_nothing_is_read_or_handed_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = Network(Clock())
+    engine = Engine(network, spec("P", 4), Role.BOTH, meets=False)
+    engine.half.meet({})
+    other = Engine(network, spec("Q", 4), Role.PRODUCER, 5700)
+    with caplog.at_level(logging.WARNING, "vllm.kvplugin.nixl"):
+        for i in range(3):
+            request = engine.add(f"r{i}", PROMPT, {"do_remote_decode": True})
+            engine.step()
+            assert request.params is None
+            request = engine.add(f"s{i}", PROMPT, other.prefill(f"t{i}", PROMPT))
+            engine.step()
+            assert request.loaded == 0
+    assert sum("introduced" in message for message in caplog.messages) == 2
+    engine.check_idle()
+    engine.half.close()
+
+
+def test_an_engine_that_cannot_hear_of_failures_may_not_read() -> None:
+    info = replace(spec("D", 4).info(), reports_failed_loads=False)
+    with pytest.raises(ConfigError, match="scheduler_cls"):
+        NixlScheduler(info, NixlConfig(), Role.CONSUMER)
+    NixlScheduler(info, NixlConfig(), Role.PRODUCER).close()
+
+
+def test_a_start_that_fails_is_an_error_or_a_log_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = Network(Clock())
+    bad = {0: introduction(spec("P", 4), 7), 1: introduction(spec("P", 4), 7)}
+    engine = Engine(network, spec("P", 4), meets=False)
+    with pytest.raises(KVPluginError):
+        engine.half.meet(bad)
+    engine = Engine(network, spec("P", 4), meets=False, on_start_error="disable")
+    with caplog.at_level(logging.ERROR, "vllm.kvplugin.nixl"):
+        engine.half.meet(bad)
+    assert "P/D is disabled" in caplog.text
+    engine.add("a", PROMPT, {"do_remote_decode": True})
+    engine.run()
+    engine.check_idle()
+
+
+def test_health_says_what_is_there() -> None:
+    network, producer, consumer = pair()
+    params = producer.prefill("a", PROMPT)
+    health = network.servers[producer.address].status()
+    assert health == Health(
+        engine_id="P", role="producer", leases=1, overdue_blocks=0, peers={}
+    )
+    consumer.add("b", PROMPT, params)
+    assert consumer.half._health().peers == {producer.address: "ready"}
