@@ -1,9 +1,11 @@
 """Connectors under this engine: what they are told, and how their halves are made."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvplugin.connectors.nixl.config import NixlConfig, Role
 from kvplugin.connectors.offload.config import OffloadConfig
 from kvplugin.connectors.offload.scheduler import OffloadScheduler
 from kvplugin.connectors.offload.worker import OffloadWorker
@@ -11,6 +13,8 @@ from kvplugin.contract import (
     EngineInfo,
     GroupInfo,
     GroupKind,
+    IntroducesItself,
+    MeetsPeers,
     ModelIdentity,
     SchedulerHalf,
     WorkerHalf,
@@ -61,6 +65,26 @@ def offload(config: OffloadConfig) -> Connector:
     )
 
 
+def nixl(
+    config: NixlConfig, role: Role, *, clock: Callable[[], float] = time.monotonic
+) -> Connector:
+    """Prefill/decode disaggregation over NIXL.
+
+    Args:
+        config: its settings.
+        role: what the engine is to others.
+        clock: seconds, for leases and deadlines.
+    """
+    # Only here: they need the packages of the extra `nixl`.
+    from kvplugin.connectors.nixl.scheduler import NixlScheduler
+    from kvplugin.connectors.nixl.worker import NixlWorker
+
+    return Connector(
+        lambda info: NixlScheduler(info, config, role, clock=clock),
+        lambda info: NixlWorker(info, config, clock=clock),
+    )
+
+
 def engine_info(
     config: KVCacheConfig,
     tensors: KVTensors,
@@ -98,6 +122,7 @@ def engine_info(
         hash_block_size=hash_block_size,
         world_size=world_size,
         rank=rank,
+        tp_size=world_size,
         max_model_len=max_model_len,
         max_step_tokens=max_step_tokens,
         model=model,
@@ -139,6 +164,29 @@ def group_kind(spec: KVCacheSpec, layers: Sequence[str]) -> GroupKind:
     return next((kind for cls, kind in _KINDS if isinstance(one, cls)), GroupKind.OTHER)
 
 
-def register(half: WorkerHalf, tensors: KVTensors) -> None:
-    """Give a worker half its rank's KV memory."""
-    half.register(describe_caches(tensors))
+def register(half: WorkerHalf, tensors: KVTensors, num_kv_heads: int) -> None:
+    """Give a worker half its rank's KV memory.
+
+    Args:
+        half: the rank's.
+        tensors: its memory.
+        num_kv_heads: over all ranks, of each layer that keeps keys and values.
+    """
+    heads = {
+        name: num_kv_heads
+        for name, cache in tensors.layers.items()
+        if not isinstance(cache.spec, (MLAAttentionSpec, MambaSpec))
+    }
+    half.register(describe_caches(tensors, heads))
+
+
+def introduce(half: SchedulerHalf, workers: Sequence[WorkerHalf]) -> None:
+    """Let a scheduler half that meets peers know what they must know of each rank."""
+    if isinstance(half, MeetsPeers):
+        half.meet(
+            {
+                rank: worker.introduction()
+                for rank, worker in enumerate(workers)
+                if isinstance(worker, IntroducesItself)
+            }
+        )

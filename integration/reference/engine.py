@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +15,12 @@ from kvplugin.hashing import DEFAULT_FORMAT, HashFormat, get_hash_format
 from kvplugin.hooks import Hooks
 from kvplugin.integration.reference.arrivals import check_drafter, check_tokens
 from kvplugin.integration.reference.config import EngineConfig, SamplingParams
-from kvplugin.integration.reference.connector import Connector, engine_info, register
+from kvplugin.integration.reference.connector import (
+    Connector,
+    engine_info,
+    introduce,
+    register,
+)
 from kvplugin.integration.reference.layers import Memory
 from kvplugin.integration.reference.memory import (
     MemoryPlan,
@@ -54,8 +59,17 @@ class Answer:
     finish_reason: str | None = None
     num_cached_tokens: int = 0
     """Tokens that its first admission did not have to compute."""
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """What its connector hands over to the engine that goes on with it."""
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
     """With `record_logits`: position of a sampled token -> its logits."""
+
+    @property
+    def log_probs(self) -> list[float]:
+        """Of its tokens, as far as their logits were recorded."""
+        positions = sorted(self.logits)[: len(self.token_ids)]
+        pairs = zip(self.token_ids, positions, strict=False)
+        return [float(self.logits[at].log_softmax(-1)[token]) for token, at in pairs]
 
 
 class ReferenceEngine:
@@ -156,8 +170,11 @@ class ReferenceEngine:
         ]
         workers = [connector.make_worker_half(info) for info in infos]
         for worker, runner in zip(workers, self.ranks.runners, strict=True):
-            register(worker, runner.tensors)
-        return connector.make_scheduler_half(infos[0]), workers
+            heads = runner.model.config.num_kv_heads
+            register(worker, runner.tensors, heads)
+        half = connector.make_scheduler_half(infos[0])
+        introduce(half, workers)
+        return half, workers
 
     @property
     def identity(self) -> ModelIdentity:
@@ -180,6 +197,7 @@ class ReferenceEngine:
         encoder_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
         priority: int = 0,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> str:
         """A request arrives; its id.
 
@@ -190,6 +208,8 @@ class ReferenceEngine:
             encoder_token_ids: for cross-attention.
             cache_salt: requests of other salts share no KV with it.
             priority: lower goes first, under the priority policy.
+            kv_transfer_params: what its client says to connectors that exchange KV
+                with other engines.
 
         Raises:
             RequestError: it can never be served, or its id is in use.
@@ -213,6 +233,7 @@ class ReferenceEngine:
             cache_salt=cache_salt,
             priority=priority,
             arrival_time=float(self._num_requests),
+            kv_transfer_params=kv_transfer_params,
         )
         self.scheduler.add_request(
             request,
@@ -222,7 +243,8 @@ class ReferenceEngine:
         )
         seed = self.config.seed if params.seed is None else params.seed
         sampler = Sampler(params.temperature, seed)
-        self._users[req_id] = User(sampler, len(prompt), tuple(encoder_token_ids))
+        num_prompt = request.num_prompt_tokens  # the connector may have shortened it
+        self._users[req_id] = User(sampler, num_prompt, tuple(encoder_token_ids))
         self.answers[req_id] = Answer()
         return req_id
 
@@ -284,6 +306,7 @@ class ReferenceEngine:
             answer.token_ids += item.new_token_ids
             answer.finish_reason = item.finish_reason
             answer.num_cached_tokens = item.num_cached_tokens
+            answer.kv_transfer_params = item.kv_transfer_params
             if item.finish_reason is not None:
                 del self._users[item.req_id]
         return news
@@ -314,16 +337,24 @@ class ReferenceEngine:
         self.run()
         return [self.answers[req_id] for req_id in ids]
 
-    def run(self) -> None:
+    def run(self, req_ids: Collection[str] | None = None) -> None:
         """Step until nothing is left to do.
+
+        Args:
+            req_ids: only until these requests have ended, whatever transfers are
+                under way: the blocks of one that was handed over are kept until
+                another engine has read them.
 
         Raises:
             IntegrityError: the engine makes no progress.
         """
+        wanted = None if req_ids is None else set(req_ids)
         connected = self.scheduler_half is not None
         limit = 2 * self.config.scheduler.load_timeout_s if connected else 0.0
         quiet, since = 0, time.monotonic()
         while self.has_work():
+            if wanted is not None and wanted.isdisjoint(self._users):
+                return
             if self.step():
                 quiet, since = 0, time.monotonic()
                 continue

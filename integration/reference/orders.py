@@ -7,7 +7,7 @@ error on arrival. Logits and tensors never travel.
 import traceback
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -75,6 +75,7 @@ class Heard(_Message, frozen=True):
     new_token_ids: list[int]
     finish_reason: str | None
     num_cached_tokens: int
+    kv_transfer_params: dict[str, Any] | None
 
     @classmethod
     def of(cls, output: RequestOutput) -> "Heard":
@@ -84,6 +85,7 @@ class Heard(_Message, frozen=True):
             list(output.new_token_ids),
             output.finish_reason,
             output.num_cached_tokens,
+            _plain(output.kv_transfer_params),
         )
 
 
@@ -101,15 +103,24 @@ class Served(_Message, frozen=True):
     token_ids: list[int]
     finish_reason: str | None
     num_cached_tokens: int
+    kv_transfer_params: dict[str, Any] | None
+    log_probs: list[float]
+    """Of its tokens, with `EngineConfig.record_logits`."""
 
     @classmethod
     def of(cls, answer: Answer) -> "Served":
         """Without its logits."""
-        return cls(answer.token_ids, answer.finish_reason, answer.num_cached_tokens)
+        return cls(
+            answer.token_ids,
+            answer.finish_reason,
+            answer.num_cached_tokens,
+            _plain(answer.kv_transfer_params),
+            answer.log_probs,
+        )
 
 
 class ServedAll(_Message, frozen=True):
-    """In the order of the prompts."""
+    """In the order in which they were asked for."""
 
     answers: list[Served]
 
@@ -143,6 +154,7 @@ class Add(_Message, frozen=True):
     encoder_token_ids: list[int] = []
     cache_salt: str | None = None
     priority: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
     def obey(self, engine: ReferenceEngine) -> Added:
         """Do it."""
@@ -153,6 +165,7 @@ class Add(_Message, frozen=True):
             encoder_token_ids=self.encoder_token_ids,
             cache_salt=self.cache_salt,
             priority=self.priority,
+            kv_transfer_params=self.kv_transfer_params,
         )
         return Added(req_id)
 
@@ -193,6 +206,18 @@ class Generate(_Message, frozen=True):
         """Do it."""
         answers = engine.generate(self.prompts, self.params)
         return ServedAll([Served.of(answer) for answer in answers])
+
+
+class Finish(_Message, frozen=True):
+    """Steps until these requests have ended, whatever transfers are under way: see
+    `ReferenceEngine.run`."""
+
+    req_ids: list[str]
+
+    def obey(self, engine: ReferenceEngine) -> ServedAll:
+        """Do it."""
+        engine.run(self.req_ids)
+        return ServedAll([Served.of(engine.answers[id_]) for id_ in self.req_ids])
 
 
 class Abort(_Message, frozen=True):
@@ -243,7 +268,9 @@ class Close(_Message, frozen=True):
 
 
 Reply: TypeAlias = Done | Failed | Added | News | ServedAll | ResetDone | EngineStats
-Order: TypeAlias = Add | Step | Drain | Generate | Abort | Reset | AskStats | Close
+Order: TypeAlias = (
+    Add | Step | Drain | Generate | Finish | Abort | Reset | AskStats | Close
+)
 
 
 class OrderMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -256,6 +283,11 @@ class ReplyMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A reply on the pipe."""
 
     reply: Reply
+
+
+def _plain(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A mapping that can be encoded."""
+    return None if params is None else dict(params)
 
 
 def failure(error: Exception) -> Failed:

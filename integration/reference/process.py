@@ -20,7 +20,7 @@ does, whatever either is doing.
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Final, Self, TypeVar
@@ -41,6 +41,7 @@ from kvplugin.integration.reference.orders import (
     Drain,
     EngineStats,
     Failed,
+    Finish,
     Generate,
     News,
     Order,
@@ -163,10 +164,17 @@ class EngineProcess:
         encoder_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
         priority: int = 0,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> str:
         """See `ReferenceEngine.add_request`."""
         order = Add(
-            list(prompt), params, req_id, list(encoder_token_ids), cache_salt, priority
+            list(prompt),
+            params,
+            req_id,
+            list(encoder_token_ids),
+            cache_salt,
+            priority,
+            None if kv_transfer_params is None else dict(kv_transfer_params),
         )
         return self._ask(order, Added).req_id
 
@@ -185,6 +193,10 @@ class EngineProcess:
     ) -> list[Served]:
         """See `ReferenceEngine.generate`; logits stay in the process."""
         return self._ask(Generate(list(map(list, prompts)), params), ServedAll).answers
+
+    def finish(self, req_ids: Sequence[str]) -> list[Served]:
+        """Steps until these requests have ended, and their answers."""
+        return self._ask(Finish(list(req_ids)), ServedAll).answers
 
     def abort(self, req_id: str) -> None:
         """See `ReferenceEngine.abort`."""
