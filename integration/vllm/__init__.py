@@ -1,6 +1,7 @@
 """kvplugin inside stock vLLM. vLLM calls `register` in each of its processes."""
 
 CONNECTORS = {
+    "KVPluginNixlConnector": "kvplugin.integration.vllm.nixl",
     "KVPluginOffloadConnector": "kvplugin.integration.vllm.offload",
 }
 """Connector names, as `kv_connector` takes them, and their modules."""

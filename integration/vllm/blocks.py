@@ -17,3 +17,6 @@ class VllmBlocks:
     def release(self, ids: Sequence[int]) -> None:
         blocks = self._pool.blocks
         self._pool.free_blocks([blocks[block] for block in ids])
+
+    def forget(self, ids: Sequence[int]) -> None:
+        self._pool.evict_blocks(set(ids))

@@ -7,12 +7,22 @@ from typing import Any, Literal
 
 import click
 
+from kvplugin.connectors.nixl.config import Role
 from kvplugin.integration.vllm.doctor import Verdict, examine
 from kvplugin.integration.vllm.render import (
     command_line,
+    nixl_transfer_config,
     offload_transfer_config,
     parse_settings,
     policy_arguments,
+)
+
+_failure_policy = click.option(
+    "--failure-policy",
+    type=click.Choice(["recompute", "fail"]),
+    default="recompute",
+    show_default=True,
+    help="What vLLM does with a request whose load failed.",
 )
 
 
@@ -23,13 +33,7 @@ def config() -> None:
 
 @config.command()
 @click.argument("settings", nargs=-1, metavar="KEY=VALUE...")
-@click.option(
-    "--failure-policy",
-    type=click.Choice(["recompute", "fail"]),
-    default="recompute",
-    show_default=True,
-    help="What vLLM does with a request whose load failed.",
-)
+@_failure_policy
 def offload(
     settings: tuple[str, ...], failure_policy: Literal["recompute", "fail"]
 ) -> None:
@@ -39,6 +43,24 @@ def offload(
     cpu_bytes_to_use=8GiB)"
     """
     config = offload_transfer_config(parse_settings(settings), failure_policy)
+    click.echo(json.dumps(config))
+
+
+@config.command()
+@click.argument("role", type=click.Choice([role.value for role in Role]))
+@click.argument("settings", nargs=-1, metavar="KEY=VALUE...")
+@_failure_policy
+def nixl(
+    role: str,
+    settings: tuple[str, ...],
+    failure_policy: Literal["recompute", "fail"],
+) -> None:
+    """Prefill/decode disaggregation, as the value of --kv-transfer-config.
+
+    Example: vllm serve MODEL --kv-transfer-config "$(kvplugin config nixl producer
+    side_channel_port=5600)"
+    """
+    config = nixl_transfer_config(role, parse_settings(settings), failure_policy)
     click.echo(json.dumps(config))
 
 

@@ -7,7 +7,7 @@ for the contracts of vLLM 0.19 to 0.32; `versions.TESTED_VERSIONS` says which ra
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as v1
 from kvplugin.contract import (
     NOTHING_HAPPENED,
     EngineInfo,
+    KVTensor,
     SchedulerHalf,
     WorkerHalf,
     WorkerOutcome,
@@ -24,6 +25,7 @@ from kvplugin.contract import (
 from kvplugin.integration.vllm.blocks import VllmBlocks
 from kvplugin.integration.vllm.failures import Channel, failed_loads_of
 from kvplugin.integration.vllm.kv_events import as_vllms
+from kvplugin.integration.vllm.stats import VllmStats
 from kvplugin.integration.vllm.steps import step
 from kvplugin.integration.vllm.translate import (
     engine_info,
@@ -204,7 +206,11 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
     # -- worker --------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        self._worker.register(kv_tensors(kv_caches, self._num_blocks))
+        self._worker.register(self.describe_caches(kv_caches))
+
+    def describe_caches(self, kv_caches: Mapping[str, Any]) -> dict[str, KVTensor]:
+        """KV tensors by layer, as the worker half gets to know them."""
+        return kv_tensors(kv_caches, self._num_blocks)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         del forward_context, kwargs
@@ -259,6 +265,17 @@ class VllmConnector(v1.KVConnectorBase_V1, v1.SupportsHMA):
         return meta.notes if isinstance(meta, PlanMetadata) else NO_NOTES
 
     # -- both ----------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> VllmStats | None:
+        if self.role is not v1.KVConnectorRole.SCHEDULER:
+            # 0.19 asks the scheduler's side only where a worker has said something.
+            return VllmStats() if self._notes.tells else None
+        stats = self._scheduler.take_stats()
+        return None if stats is None else VllmStats(asdict(stats))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> VllmStats:
+        return VllmStats(data)
 
     def shutdown(self) -> None:
         if self.role is v1.KVConnectorRole.SCHEDULER:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 
 from kvplugin.integration.vllm.environment import is_disabled
 from kvplugin.integration.vllm.failures import MATRIX, Channel
@@ -16,6 +17,7 @@ from kvplugin.integration.vllm.versions import (
     vllm_version,
 )
 
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _LIBRARIES = ("torch", "numba", "numpy", "triton", "nixl", "pluggy", "msgspec")
 
 
@@ -44,7 +46,9 @@ def examine() -> Iterator[Finding]:
     yield _entry_point()
     if is_disabled():
         yield Finding(Verdict.NOTE, "KVPLUGIN_DISABLE", "every entry point is inert")
+    yield from _same_host(_YAMA)
     if installed is not None:
+        yield from _cpu_pages()
         yield from _failed_loads(installed)
         yield from (_bound(probe, installed) for probe in PROBES)
 
@@ -63,6 +67,47 @@ def _vllm(installed: str | None) -> Finding:
     if installed.split("+")[0] in TESTED_VERSIONS:
         return Finding(Verdict.OK, "vllm", f"{installed} (tested: {tested})")
     return Finding(Verdict.NOTE, "vllm", f"{installed} is untested (tested: {tested})")
+
+
+def _same_host(setting: Path) -> Iterator[Finding]:
+    """How engines of this machine read from each other."""
+    try:
+        scope = setting.read_text().strip()
+    except OSError:
+        scope = "0"  # the kernel has no such rule
+    subject = "reads on this machine"
+    if scope == "0":
+        yield Finding(Verdict.OK, subject, "from process to process, for one user")
+    else:
+        yield Finding(
+            Verdict.NOTE,
+            subject,
+            f"by NIXL: kernel.yama.ptrace_scope is {scope}; with 0, or CAP_SYS_PTRACE, "
+            "they go from process to process, 2 to 4 times as fast",
+        )
+
+
+def _cpu_pages() -> Iterator[Finding]:
+    """Whether the inside of CPU attention's pages is known, where vLLM has it."""
+    import torch
+
+    from kvplugin.integration.vllm.cpu_pages import PageKind, probe
+
+    kind = PageKind(torch.bfloat16, torch.bfloat16, "auto", 128, 64)
+    subject = "blocks of CPU attention"
+    try:
+        import vllm._custom_ops  # noqa: F401  # its operations come with it
+
+        if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+            return
+        order = probe(kind)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        yield Finding(Verdict.NOTE, subject, f"can be moved, not converted: {why}")
+        return
+    rows = order.key.tokens
+    detail = f"packing {order.isa}, {rows} tokens a row: sizes are converted"
+    yield Finding(Verdict.OK, subject, detail)
 
 
 def _failed_loads(installed: str) -> Iterator[Finding]:

@@ -2,13 +2,10 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
+from kvplugin.connectors.coverage import unserved
 from kvplugin.connectors.offload.config import OffloadConfig
-from kvplugin.connectors.offload.coverage import unserved
 from kvplugin.connectors.offload.idle import IdleScheduler, IdleWorker
 from kvplugin.connectors.offload.metrics import METRICS
 from kvplugin.connectors.offload.scheduler import OffloadScheduler
@@ -17,9 +14,9 @@ from kvplugin.contract import EngineInfo, GroupKind, SchedulerHalf, WorkerHalf
 from kvplugin.errors import ConfigError
 from kvplugin.integration.vllm.connector import VllmConnector
 from kvplugin.integration.vllm.environment import is_disabled
-from kvplugin.integration.vllm.stats import VllmPromMetrics, VllmStats
+from kvplugin.integration.vllm.starting import start_half
+from kvplugin.integration.vllm.stats import VllmPromMetrics
 from kvplugin.integration.vllm.vllm019 import takes_states
-from kvplugin.settings import read_settings
 
 logger = logging.getLogger("vllm.kvplugin.offload")
 
@@ -94,25 +91,13 @@ class KVPluginOffloadConnector(VllmConnector):
         self, start: Callable[[OffloadConfig], T], idle: Callable[[str], T]
     ) -> T:
         """`start`, or `idle` with the reason where the user wants that instead."""
-        if is_disabled():
-            return idle("KVPLUGIN_DISABLE is set")
-        config = read_settings(
-            OffloadConfig,
-            self._kv_transfer_config.kv_connector_extra_config or {},
-            "kv_connector_extra_config",
-        )
-        if self._kv_transfer_config.kv_role != "kv_both":
+        if self._kv_transfer_config.kv_role != "kv_both" and not is_disabled():
             raise ConfigError(
                 f"kv_role={self._kv_transfer_config.kv_role!r} must be 'kv_both': "
                 "host memory is both written and read"
             )
-        try:
-            return start(config)
-        except Exception as error:
-            if config.on_start_error == "fail":
-                raise
-            logger.error("kvplugin offload is disabled, it did not start: %s", error)
-            return idle(f"it did not start: {error}")
+        settings = self._kv_transfer_config.kv_connector_extra_config or {}
+        return start_half("offload", OffloadConfig, settings, start, idle)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -122,17 +107,6 @@ class KVPluginOffloadConnector(VllmConnector):
 
         del request
         return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
-
-    def get_kv_connector_stats(self) -> VllmStats | None:
-        if self.role is not KVConnectorRole.SCHEDULER:
-            # 0.19 asks the scheduler's side only where a worker has said something.
-            return VllmStats() if self._notes.tells else None
-        stats = self._scheduler.take_stats()
-        return None if stats is None else VllmStats(asdict(stats))
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> VllmStats:
-        return VllmStats(data)
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any) -> OffloadPromMetrics:

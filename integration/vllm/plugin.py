@@ -9,7 +9,8 @@ from kvplugin import hookimpl
 
 @hookimpl
 def kvp_register_commands() -> Sequence[click.Command]:
-    """`kvplugin config` and `kvplugin doctor`."""
+    """`kvplugin config`, `kvplugin doctor` and `kvplugin peers`."""
     from kvplugin.integration.vllm.commands import config, doctor
+    from kvplugin.integration.vllm.peers_command import peers
 
-    return [config, doctor]
+    return [config, doctor, peers]

@@ -8,8 +8,10 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from kvplugin.connectors.nixl.address import check_exposure
+from kvplugin.connectors.nixl.config import NixlConfig, Role
 from kvplugin.connectors.offload.config import OffloadConfig
-from kvplugin.errors import ConfigError
+from kvplugin.errors import ConfigError, unknown_name
 from kvplugin.integration.vllm.policy_config import (
     KEY,
     SCHEDULER_CLASS,
@@ -44,6 +46,44 @@ def offload_transfer_config(
         "kv_load_failure_policy": failure_policy,
         "kv_connector_extra_config": dict(settings),
     }
+
+
+def nixl_transfer_config(
+    role: str,
+    settings: Mapping[str, Any],
+    failure_policy: Literal["recompute", "fail"] = "recompute",
+) -> dict[str, Any]:
+    """The value of vLLM's `--kv-transfer-config` for `KVPluginNixlConnector`.
+
+    Args:
+        role: one of `kvplugin.connectors.nixl.config.Role`.
+        settings: keys of `NixlConfig`.
+        failure_policy: what vLLM does with a request whose read failed.
+
+    Raises:
+        ConfigError: an unknown key or a wrong value, or a side channel that would tell
+            strangers too much.
+    """
+    config = read_settings(NixlConfig, settings, "kv_connector_extra_config")
+    check_exposure(config)
+    return {
+        "kv_connector": "KVPluginNixlConnector",
+        "kv_role": f"kv_{find_role(role)}",
+        "kv_load_failure_policy": failure_policy,
+        "kv_connector_extra_config": dict(settings),
+    }
+
+
+def find_role(name: str) -> Role:
+    """A role by its name, with vLLM's ``kv_`` before it or without.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return Role(name.removeprefix("kv_"))
+    except ValueError:
+        raise unknown_name("role", name, [*Role], "kv_role") from None
 
 
 def policy_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,9 +78,10 @@ def engine_info(
             for index, group in enumerate(groups)
         ),
         num_blocks=num_blocks,
-        hash_block_size=_hash_block_size(vllm_config, kv_cache_config),
+        hash_block_size=hash_block_size(vllm_config, kv_cache_config),
         world_size=parallel.world_size,
         rank=parallel.rank % parallel.world_size,
+        tp_size=parallel.tensor_parallel_size,
         max_model_len=vllm_config.model_config.max_model_len,
         max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         model=_model_identity(vllm_config, weight_epoch),
@@ -125,7 +126,7 @@ def _group_info(
     num_blocks: int,
     drafts: bool,
 ) -> GroupInfo:
-    spec, specs = group.kv_cache_spec, _specs(group)
+    spec, specs = group.kv_cache_spec, layer_specs(group)
     first = next(iter(specs.values()), spec)
     kind = _kind(group)
     return GroupInfo(
@@ -148,8 +149,8 @@ def group_kinds(kv_cache_config: KVCacheConfig) -> list[GroupKind]:
     return [_kind(group) for group in kv_cache_config.kv_cache_groups]
 
 
-def _specs(group: Any) -> Mapping[str, KVCacheSpec]:
-    """The spec of each layer."""
+def layer_specs(group: Any) -> Mapping[str, KVCacheSpec]:
+    """The spec of each layer of a KV cache group."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return spec.kv_cache_specs
@@ -160,7 +161,7 @@ def _kind(group: Any) -> GroupKind:
     # The ids of such a group count blocks of another pool.
     if getattr(group, "host_resident", False):
         return GroupKind.OTHER
-    specs = _specs(group).values() or [group.kv_cache_spec]
+    specs = layer_specs(group).values() or [group.kv_cache_spec]
     kinds = {_kind_of(spec) for spec in specs}
     # Layers with latent and with plain keys may share one.
     if kinds == {GroupKind.FULL, GroupKind.MLA}:
@@ -201,7 +202,8 @@ def _backends(vllm_config: Any) -> tuple[str, ...]:
     )
 
 
-def _hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens that one hash of a request covers."""
     if not has_standard_views():
         return int(vllm_config.cache_config.block_size)
     if (known := kv_cache_config.hash_block_size) is not None:

@@ -27,8 +27,10 @@ SCHEDULER_CLASS: Final = "policies"
 EVICTION: Final = "eviction policies"
 WAITING: Final = "waiting order, admission, demand"
 VICTIM: Final = "preemption victims"
+PEERS: Final = "prefill and decode in different engines"
+CONVERSION: Final = "blocks of other sizes for CPU attention"
 FAILED_LOADS: Final = "protection from failed synchronous loads"
-"""Features of `KVPluginScheduler`, each off where something that it needs is not."""
+"""Features, each off where something that it needs is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,34 @@ PROBES: Final = (
         "failed loads by request",
         lacked_by=V019,
     ),
+    Probe(f"{_V1}.base", "KVConnectorHandshakeMetadata", (), PEERS),
+    Probe(
+        "vllm.v1.request",
+        "Request",
+        (),
+        PEERS,
+        {"__init__": ("prompt_token_ids", "prompt_embeds", "block_hasher")},
+    ),
+    Probe(
+        "vllm.v1.request",
+        "RequestStatus",
+        ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
+        PEERS,
+    ),
+    Probe(
+        "vllm.v1.metrics.cache_hit_source",
+        "CacheHitSource",
+        ("P2P",),
+        "sources of hits",
+        lacked_by=V019,
+    ),
+    Probe(
+        "vllm._custom_ops",
+        "cpu_attn_reshape_and_cache",
+        (),
+        CONVERSION,
+    ),
+    Probe("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa", (), CONVERSION),
     Probe(f"{_V1}.metrics", "KVConnectorStats", ("aggregate",), "metrics"),
     Probe(f"{_V1}.metrics", "KVConnectorPromMetrics", ("observe",), "metrics"),
     *(

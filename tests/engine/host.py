@@ -19,6 +19,8 @@ ENGINE_DEFAULTS = {
     "disable_log_stats": False,
     "seed": 0,
 }
+_STEP_SECONDS = 0.001
+"""vLLM's own loop sleeps as long after a step that computed nothing."""
 
 
 class EngineStartError(Exception):
@@ -32,6 +34,8 @@ class EngineHost:
         log: takes everything that the child prints.
         prepare: runs in the child before the engine starts, to arrange a fault.
         environment: variables of the child, over `ENVIRONMENT`.
+        steps: the engine goes on by itself while it is not asked anything, as one in a
+            process of its own does.
         engine: arguments of `vllm.LLM`, over `ENGINE_DEFAULTS`.
     """
 
@@ -41,6 +45,7 @@ class EngineHost:
         *,
         prepare: Callable[[], None] | None = None,
         environment: Mapping[str, str] | None = None,
+        steps: bool = False,
         **engine: Any,
     ) -> None:
         self.log = log
@@ -55,11 +60,18 @@ class EngineHost:
                 prepare,
                 variables | dict(environment or {}),
                 ENGINE_DEFAULTS | engine,
+                steps,
             ),
         )
         self._process.start()
         theirs.close()
         self._answer()
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        assert self._process.pid is not None
+        return self._process.pid
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(llm, *args)` in the child; all of it must be picklable."""
@@ -89,6 +101,7 @@ def _serve(
     prepare: Callable[[], None] | None,
     environment: Mapping[str, str],
     engine: Mapping[str, Any],
+    steps: bool,
 ) -> None:
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -106,11 +119,20 @@ def _serve(
     pipe.send((True, None))
     with contextlib.suppress(EOFError):
         while True:
+            while steps and not pipe.poll(_STEP_SECONDS):
+                _step(llm)
             function, args = pipe.recv()
             pipe.send(_call(function, llm, args))
     # Its own processes, where it has them, would outlive this one.
     llm.llm_engine.engine_core.shutdown()
     os._exit(0)  # the interpreter's own end takes seconds and tests nothing
+
+
+def _step(llm: Any) -> None:
+    """One step, if there is anything to do: answers of requests that were given up are
+    nobody's."""
+    if llm.llm_engine.engine_core.engine_core.scheduler.has_requests():
+        llm.llm_engine.step()
 
 
 def _call(function: Callable[..., Any], llm: Any, args: Any) -> tuple[bool, Any]:

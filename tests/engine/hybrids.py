@@ -85,14 +85,14 @@ def abort_while_loading(llm: Any, prompt: list[int]) -> bool:
     """Abort a request whose load is held; whether it was loading."""
     engine = llm.llm_engine
     faults.hold_loads(llm, True)
-    request_id = engine.add_request("aborted", {"prompt_token_ids": prompt}, greedy(4))
+    engine.add_request("aborted", {"prompt_token_ids": prompt}, greedy(4))
     for _ in range(3):
         engine.step()
     was_loading = any(
         request.status.name == "WAITING_FOR_REMOTE_KVS"
         for request in scheduler(llm).requests.values()
     )
-    engine.abort_request([request_id or "aborted"])
+    engine.abort_request(["aborted"])
     engine.step()
     faults.hold_loads(llm, False)
     for _ in range(1000):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvplugin.integration.demo.model import MODEL_NAME
-from kvplugin.integration.demo.serve import STOP_WAIT_S
+from kvplugin.integration.demo.processes import STOP_WAIT_S
 
 HOST = "127.0.0.1"
 PROMPT = "The notebook says that the gauge at the weir was read again. " * 60

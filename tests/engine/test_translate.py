@@ -61,7 +61,9 @@ def translated(config: Any, **parallel: int) -> EngineInfo:
         "experts": SimpleNamespace(),
     }
     vllm_config = SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=0, world_size=1, **parallel),
+        parallel_config=SimpleNamespace(
+            **({"rank": 0, "world_size": 1, "tensor_parallel_size": 1} | parallel)
+        ),
         kv_transfer_config=SimpleNamespace(engine_id="engine"),
         cache_config=SimpleNamespace(
             block_size=16, enable_prefix_caching=True, prefix_caching_hash_algo="sha256"

@@ -1,0 +1,152 @@
+"""Every kind of KV cache group, handed over between blocks of every size."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine import asking
+from tests.engine.asking import Answer, assert_close
+from tests.engine.host import EngineHost
+from tests.engine.pd import faults, handing
+from tests.engine.pd.hosts import Engines, ours
+from tests.engine.pd.models import (
+    GEMMA_3,
+    GPT,
+    LATENT,
+    LLAMA,
+    SMOLLM2,
+    STATES,
+    Handed,
+)
+from tests.engine.prompts import tokens
+
+DEFAULT = [(SMOLLM2, 64, 128), (GEMMA_3, 128, 64), (STATES, 256, 256)]
+"""(model, block size of one engine, of the other); each hands over to the other."""
+
+
+def _full() -> list[tuple[Handed, int, int]]:
+    every = [
+        (model, *sizes)
+        for model in (LLAMA, SMOLLM2, GEMMA_3, GPT, LATENT)
+        for sizes in itertools.combinations_with_replacement(model.block_sizes, 2)
+    ]
+    done = [(model, *sorted(sizes)) for model, *sizes in DEFAULT]
+    return [case for case in every if case not in done]
+
+
+def _named(case: tuple[Handed, int, int]) -> str:
+    return f"{case[0].name} {case[1]} and {case[2]}"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*DEFAULT, *(pytest.param(c, marks=pytest.mark.full) for c in _full())],
+    ids=_named,
+)
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Handed, EngineHost, EngineHost]]:
+    model, one, other = request.param
+    started = Engines(tmp_path_factory.mktemp("engines"), **model.arguments())
+    try:
+        yield (
+            model,
+            *started.start_all(
+                *(
+                    {
+                        "config": ours("both", kv_lease_duration=120.0),
+                        "block_size": size,
+                        "prepare": faults.reads_can_be_watched,
+                    }
+                    for size in (one, other)
+                )
+            ),
+        )
+    finally:
+        started.close()
+
+
+def lengths(model: Handed) -> list[int]:
+    """Around the ends of blocks and windows."""
+    block = max(model.block_sizes)
+    return [block - 1, block, block + 1, 700]
+
+
+def alone(
+    model: Handed, engine: EngineHost, prompts: list[list[int]], count: int
+) -> list[Answer]:
+    """What the engine answers by itself, and has forgotten after."""
+    if model.has_states:
+        answers = [engine.run(handing.stepped, prompt) for prompt in prompts]
+    else:
+        answers = engine.run(asking.ask, prompts, count)
+    assert engine.run(asking.reset_within_a_second)
+    return answers
+
+
+def settled(*hosts: EngineHost) -> None:
+    for host in hosts:
+        assert not any(host.run(handing.settle).values())
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+def test_the_text_is_that_of_one_engine(engines, back):
+    model, *hosts = engines
+    producer, consumer = reversed(hosts) if back else hosts
+    prompts = [
+        tokens(f"{model.name} {back} {length}", length) for length in lengths(model)
+    ]
+    count = 1 if model.has_states else 8
+    expected = alone(model, consumer, prompts, count)
+    before = consumer.run(asking.metrics).get("vllm:kvplugin_nixl_reads", 0)
+    params = producer.run(handing.prefill, prompts)
+    answers = consumer.run(handing.decode, prompts, params, count)
+    for answer, other in zip(answers, expected, strict=True):
+        assert_close(other, answer, model.noise)
+    after = consumer.run(asking.metrics)["vllm:kvplugin_nixl_reads"]
+    assert after - before == len(prompts)
+    settled(producer, consumer)
+
+
+def test_wrong_bytes_of_any_group_would_have_been_noticed(engines):
+    model, producer, consumer = engines
+    prompt = tokens(f"{model.name} zeroed", 600)
+    count = 1 if model.has_states else 8
+    (expected,) = alone(model, consumer, [prompt], count)
+    noticed = []
+    for group in range(model.groups):
+        assert consumer.run(asking.reset_within_a_second)
+        params = producer.run(handing.prefill, [prompt])
+        consumer.run(faults.zero_group, group)
+        (answer,) = consumer.run(handing.decode, [prompt], params, count)
+        consumer.run(faults.zero_group, None)
+        try:
+            assert_close(expected, answer, model.noise)
+        except AssertionError:
+            noticed.append(group)
+    assert noticed == list(range(model.groups))
+    assert consumer.run(asking.reset_within_a_second)
+    settled(producer, consumer)
+
+
+@pytest.mark.full
+def test_long_prompts_by_the_dozen(engines):
+    model, producer, consumer = engines
+    prompts = [tokens(f"{model.name} long {i}", 1000 + 250 * i) for i in range(12)]
+    count = 1 if model.has_states else 8
+    expected = alone(model, consumer, prompts, count)
+    params = producer.run(handing.prefill, prompts)
+    answers = consumer.run(handing.decode, prompts, params, count)
+    for answer, other in zip(answers, expected, strict=True):
+        assert_close(other, answer, model.noise)
+    settled(producer, consumer)
+
+
+def test_the_logs_say_once_how_blocks_are_read(engines, tmp_path: Path):
+    del tmp_path
+    _, producer, consumer = engines
+    for host in (producer, consumer):
+        assert host.log.read_text().count(" can be read: ") <= 1
+    assert " can be read: " in consumer.log.read_text()
