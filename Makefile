@@ -12,10 +12,11 @@ READY_019 := $(VENV_019)/.ready
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup demo serve test test-full test-vllm-019 soak check bench clean
+.PHONY: help setup demo serve pd test test-full test-vllm-019 soak check bench clean
 help:
 	@echo "make demo       stock vLLM with and without kvplugin, on a real model"
 	@echo "make serve      vLLM's OpenAI server with the offload connector"
+	@echo "make pd         prefill and decode in two vLLMs behind vLLM's router"
 	@echo "make test       checks and tests      make test-full   the whole matrices"
 	@echo "make check      ruff, mypy, imports   make bench       measurements"
 	@echo "make test-vllm-019   engine tests on vLLM 0.19.1 (8 GB more)"
@@ -59,6 +60,10 @@ demo: $(READY)
 
 serve: $(READY)
 	$(BIN)/python -m kvplugin.integration.demo serve
+
+# ARGS: options, such as ARGS="--prefill-block 128 --quick"; ARGS=--help lists them.
+pd: $(READY)
+	$(BIN)/python -m kvplugin.integration.demo pd $(ARGS)
 
 test: check $(ORACLE)/.ready
 	$(PYTEST) -m "not full"

@@ -2,7 +2,7 @@
 
 import click
 
-from benchmarks import copy, core, gpu, hashing, offload, policies, start
+from benchmarks import copy, core, gpu, hashing, offload, pd, policies, start
 
 
 @click.group(invoke_without_command=True)
@@ -14,7 +14,15 @@ def main(context: click.Context) -> None:
             context.invoke(command)
 
 
-COMMANDS = (start.main, hashing.main, core.main, policies.main, copy.main, offload.main)
+COMMANDS = (
+    start.main,
+    hashing.main,
+    core.main,
+    policies.main,
+    copy.main,
+    offload.main,
+    pd.main,
+)
 for command in (*COMMANDS, gpu.main):  # a machine without a GPU measures the rest
     main.add_command(command)
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -10,11 +11,19 @@ from rich.console import Console
 from kvplugin.errors import KVPluginError
 from kvplugin.integration.demo.environment import ENVIRONMENT
 from kvplugin.integration.demo.model import cache_folder, prepare_smollm2
+from kvplugin.integration.demo.pd.plan import CONNECTORS, OURS, Setup
+from kvplugin.integration.demo.pd.questions import FULL as PD_FULL
+from kvplugin.integration.demo.pd.questions import QUICK as PD_QUICK
+from kvplugin.integration.demo.pd.questions import questions
+from kvplugin.integration.demo.pd.run import run
+from kvplugin.integration.demo.pd.table import outcome_table
+from kvplugin.integration.demo.pd.table import to_json as outcome_to_json
 from kvplugin.integration.demo.picture import draw
+from kvplugin.integration.demo.processes import check_port
 from kvplugin.integration.demo.report import to_json
 from kvplugin.integration.demo.run import compare
 from kvplugin.integration.demo.scale import FULL, QUICK
-from kvplugin.integration.demo.serve import check_port, serve
+from kvplugin.integration.demo.serve import serve
 from kvplugin.integration.demo.table import comparison_table
 
 
@@ -58,6 +67,50 @@ def run_command(out: Path, quick: bool, as_json: bool) -> None:
     for file in draw(comparison, out):
         progress.print(f"Picture: {file}")
     sys.exit(0 if comparison.succeeded else 1)
+
+
+@main.command("pd")
+@click.option("--connector", type=click.Choice(CONNECTORS), default=OURS)
+@click.option("--prefill-block", type=int, default=64, show_default=True)
+@click.option("--decode-block", type=int, default=128, show_default=True)
+@click.option("--dtype", default="float32", show_default=True)
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Another model's folder, with a chat template.  [default: SmolLM2]",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Of the router.  [default: a free one]",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("out/pd"),
+    show_default=True,
+    help="Folder for the programs' logs.",
+)
+@click.option("--quick", is_flag=True, help="Fewer and shorter prompts.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, not a table.")
+def pd_command(quick: bool, as_json: bool, model: Path | None, **choices: Any) -> None:
+    """Prefill in one vLLM, decode in another, behind vLLM's router.
+
+    Ends with status 1 if a prompt was not read from the prefill server, or an answer
+    is not the one that a single server gives.
+    """
+    progress = Console(stderr=True)
+    if choices["port"]:
+        check_port(choices["port"])  # before a model is prepared
+    setup = Setup(model=model or _model(progress), **choices)
+    asked = questions(setup.model, PD_QUICK if quick else PD_FULL)
+    outcome = run(setup, asked, progress)
+    if as_json:
+        click.echo(outcome_to_json(outcome))
+    else:
+        Console().print(outcome_table(outcome))
+    sys.exit(0 if outcome.succeeded else 1)
 
 
 @main.command("serve")

@@ -13,12 +13,8 @@ from click.testing import CliRunner
 
 from kvplugin.errors import ConfigError
 from kvplugin.integration.demo import __main__ as cli
-from kvplugin.integration.demo.serve import (
-    HOST,
-    check_port,
-    command,
-    curl_line,
-)
+from kvplugin.integration.demo.processes import HOST, check_port
+from kvplugin.integration.demo.serve import command, curl_line
 
 
 @pytest.fixture

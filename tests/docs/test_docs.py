@@ -7,8 +7,10 @@ from types import ModuleType
 import msgspec
 import pytest
 
+from kvplugin.connectors.nixl.config import NixlConfig
+from kvplugin.connectors.nixl.metrics import METRICS as NIXL_METRICS
 from kvplugin.connectors.offload.config import OffloadConfig
-from kvplugin.connectors.offload.metrics import METRICS
+from kvplugin.connectors.offload.metrics import METRICS as OFFLOAD_METRICS
 from kvplugin.hashing import make_key
 from kvplugin.hooks import (
     BlockPoolContext,
@@ -27,7 +29,7 @@ SECTION = re.MULTILINE | re.DOTALL
 def headings(page: str) -> set[str]:
     """Names in backticks that open a third-level heading."""
     text = (DOCS / page).read_text()
-    return set(re.findall(r"^### `([\w ]+?)(?: [A-Z=.]+)?`$", text, re.MULTILINE))
+    return set(re.findall(r"^### `([\w ]+?)(?: [A-Z:=. ]+)?`$", text, re.MULTILINE))
 
 
 def environment_variables() -> set[str]:
@@ -47,7 +49,7 @@ def environment_variables() -> set[str]:
 def test_every_key_and_variable_is_documented():
     keys = {
         field.name
-        for kind in (OffloadConfig, PolicyConfig)
+        for kind in (OffloadConfig, NixlConfig, PolicyConfig)
         for field in msgspec.structs.fields(kind)
     }
     assert headings("configuration.md") == keys | environment_variables()
@@ -103,13 +105,18 @@ def test_every_command_is_documented():
     assert headings("commands.md") == names
 
 
-def test_every_metric_is_documented_with_its_kind_and_meaning():
-    rows = re.findall(
-        r"^\| `(\w+)` \| (\w+) \| (.+) \|$",
-        (DOCS / "metrics.md").read_text(),
-        re.MULTILINE,
-    )
-    assert rows == [(metric.name, metric.kind, metric.help) for metric in METRICS]
+@pytest.mark.parametrize(
+    ("prefix", "metrics"),
+    [
+        ("vllm:kvplugin_offload_", OFFLOAD_METRICS),
+        ("vllm:kvplugin_nixl_", NIXL_METRICS),
+    ],
+)
+def test_every_metric_is_documented_with_its_kind_and_meaning(prefix, metrics):
+    text = (DOCS / "metrics.md").read_text()
+    (section,) = re.findall(rf"^## `{prefix}`\n(.*?)(?=^## |\Z)", text, SECTION)
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.+) \|$", section, re.MULTILINE)
+    assert rows == [(metric.name, metric.kind, metric.help) for metric in metrics]
 
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]

@@ -11,7 +11,7 @@ import pytest
 from kvplugin.kernels import dispatch
 from tests.docs.test_core_pages import CODE, ROOT, page, rows
 
-PAGES = ["kernels.md", "worker.md"]
+PAGES = ["kernels.md", "pd-negotiation.md", "worker.md"]
 
 
 @pytest.mark.parametrize("name", PAGES)

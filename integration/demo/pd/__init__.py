@@ -1,0 +1,1 @@
+"""`demo pd`: prefill and decode in two vLLM servers behind vLLM's router."""
