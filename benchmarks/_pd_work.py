@@ -35,7 +35,7 @@ class Received(NamedTuple):
     seconds: float
     """Of the read, as the connector counts it."""
     longest: dict[str, float]
-    """Seconds of the longest call of the connector in the worker, by name."""
+    """Seconds of the longest call of the connector in the worker, by what it does."""
     gaps: list[float]
     """Seconds between tokens of the requests that decoded meanwhile."""
     runs: int

@@ -4,8 +4,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-WATCHED: Final = ("start_load_kv", "get_transfer_results")
-"""Where a step may wait for a connector: where reads are posted, and polled."""
+WATCHED: Final = {
+    "posting": ("bind_connector_metadata", "start_load_kv"),
+    "polling": ("get_transfer_results",),
+}
+"""Calls in which a step may wait for a connector: reads are posted in the one or the
+other of the first two."""
 
 
 class Watch:
@@ -17,9 +21,10 @@ class Watch:
 
         connector = get_kv_transfer_group()
         self._pd_seconds: dict[str, list[float]] = {name: [] for name in WATCHED}
-        for name in WATCHED:
-            timed = _timed(getattr(connector, name), self._pd_seconds[name])
-            setattr(connector, name, timed)
+        for what, names in WATCHED.items():
+            for name in names:
+                timed = _timed(getattr(connector, name), self._pd_seconds[what])
+                setattr(connector, name, timed)
 
     def pd_longest(self) -> dict[str, float]:
         """Seconds of the longest call of each since the last time this was asked."""

@@ -224,8 +224,8 @@ class Bench:
 def figures(turns: Sequence[Turn]) -> dict[str, float]:
     """What the transfers of one connector were like."""
     received = [turn.received for turn in turns]
-    posting = [one.longest["start_load_kv"] * 1e3 for one in received]
-    polling = [one.longest["get_transfer_results"] * 1e3 for one in received]
+    posting = [one.longest["posting"] * 1e3 for one in received]
+    polling = [one.longest["polling"] * 1e3 for one in received]
     gaps = [gap * 1e3 for one in received for gap in one.gaps]
     found = {
         "first token ms": statistics.median(turn.first_token_s for turn in turns) * 1e3,

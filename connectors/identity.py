@@ -128,6 +128,8 @@ class StoreIdentity:
     hash_block_size: int
     """Tokens of a hash: with another one the same key names other tokens."""
     world_size: int
+    tp_size: int
+    """Ranks that share a layer's heads: which of them a rank holds."""
     rank: int
     groups: tuple[GroupIdentity, ...]
     format: int = FORMAT
@@ -146,6 +148,7 @@ class StoreIdentity:
             engine.model,
             engine.hash_block_size,
             engine.world_size,
+            engine.tp_size,
             engine.rank,
             tuple(GroupIdentity.of(group, tensors or {}) for group in engine.groups),
         )

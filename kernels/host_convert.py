@@ -85,6 +85,11 @@ class BlockConverter:
         return len(targets) * self._chunk_bytes
 
 
+def warm_up() -> None:
+    """Compile what the first converter of this process would have to compile."""
+    choose("auto", "_numba_convert", _numpy_convert)
+
+
 def chunk_counts(
     conversion: Conversion, source_address: int, target_address: int
 ) -> tuple[int, int]:

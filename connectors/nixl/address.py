@@ -15,7 +15,7 @@ _LONGEST: Final = 255
 """Characters of a host's name, as in DNS."""
 _HOST: Final = re.compile(r"[A-Za-z0-9._:%-]+", re.ASCII)
 _PORT: Final = re.compile(r"[0-9]{1,5}", re.ASCII)
-_IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Address(NamedTuple):
@@ -48,14 +48,14 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port))
 
 
-def resolve(host: str) -> list[_IP]:
+def resolve(host: str) -> list[IP]:
     """The addresses that a host's name stands for, IPv4 first. May take long.
 
     Raises:
         OSError: nobody knows that name; says which.
     """
-    if literal := _literal(host):
-        return [literal]
+    if spelt := literal(host):
+        return [spelt]
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:  # a ValueError: no name at all
@@ -66,8 +66,8 @@ def resolve(host: str) -> list[_IP]:
 
 def is_wildcard(host: str) -> bool:
     """Whether it stands for every address of this machine."""
-    literal = _literal(host)
-    return host == "*" or (literal is not None and literal.is_unspecified)
+    spelt = literal(host)
+    return host == "*" or (spelt is not None and spelt.is_unspecified)
 
 
 def is_loopback(host: str) -> bool:
@@ -118,13 +118,38 @@ def check_host(host: str, *, advertise_host: str, is_protected: bool) -> None:
         )
 
 
-def _literal(host: str) -> _IP | None:
+def literal(host: str) -> IP | None:
+    """The address that a host's name spells out, if it is one."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
 
 
-def _stays_here(ip: _IP) -> bool:
-    mapped = getattr(ip, "ipv4_mapped", None)
-    return (mapped or ip).is_loopback
+def out_of_reach(found: str, *, only_this_machine: bool) -> str:
+    """Why an address that a client may have named is not connected to; empty if it is.
+
+    Args:
+        found: numeric, as the socket gets it: a name may stand for another by then.
+        only_this_machine: whether peers elsewhere could be anybody.
+    """
+    ip = _plain(ipaddress.ip_address(found))
+    if ip.is_link_local or ip.is_multicast or ip.is_unspecified:
+        return f"{found} is link-local, multicast or unspecified: no engine is there"
+    if only_this_machine and not ip.is_loopback:
+        return (
+            f"{found} is not this machine, and without a secret whoever is there would "
+            "be believed: set secret_file (or secret) to the same value on all engines "
+            "(docs/pd-security.md), or insecure=true where nobody else reaches that "
+            "network"
+        )
+    return ""
+
+
+def _stays_here(ip: IP) -> bool:
+    return _plain(ip).is_loopback
+
+
+def _plain(ip: IP) -> IP:
+    """An IPv4 address in an IPv6 one is what it is."""
+    return getattr(ip, "ipv4_mapped", None) or ip

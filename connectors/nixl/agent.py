@@ -7,6 +7,9 @@ What was seen there, with UCX on one machine, and what follows from it:
   only threads of our own post.
 - *Threads.* With `NIXL_THREAD_SYNC_RW` several threads post on one agent at once; the
   default, `NONE`, promises nothing.
+- *An idle agent takes a core.* The thread that serves other agents polls without
+  a pause, as the Python interface sets its `pthrDelay` to 0 and offers no other. With
+  1 us or more it sleeps until there is something to do.
 - *An active handle must not be released.* `release()` answers as if it had cancelled,
   and the bytes arrive all the same (seen with a stopped peer that went on). So must
   a remote agent not be removed below an active handle: its state can then never be
@@ -32,6 +35,8 @@ from kvplugin.errors import ConfigError, TransferError, unknown_name
 logger = logging.getLogger("vllm.kvplugin.nixl")
 
 HOST: Final = "cpu"
+_PAUSE_MICROSECONDS: Final = 1000
+"""After so long at most NIXL's thread looks by itself; it is woken before."""
 
 
 def agent_name(rank: int, incarnation: int) -> str:
@@ -65,6 +70,7 @@ class NixlAgent:
             backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
         )
         self._agent = api.nixl_agent(name, config)
+        _let_it_sleep(api, self._agent)
         for backend in backends:
             self._start(backend)
         self.name = name
@@ -260,6 +266,21 @@ def _kind(device: str) -> tuple[str, int]:
 
 def _said(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+def _let_it_sleep(api: Any, agent: Any) -> None:
+    """Give an agent that has no backend yet, and so no thread, one that sleeps."""
+    try:
+        config = api.nixlBind.nixlAgentConfig()
+        config.useProgThread = True
+        config.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW.value
+        config.pthrDelay = _PAUSE_MICROSECONDS
+        agent.agent = api.nixlBind.nixlAgent(agent.name, config)
+    except (AttributeError, TypeError) as error:
+        logger.warning(
+            "this NIXL is not as expected (%s): its idle thread takes a core",
+            _said(error),
+        )
 
 
 def _api() -> Any:

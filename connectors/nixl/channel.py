@@ -30,17 +30,21 @@ class Reply(NamedTuple):
     error: str = ""
     final: bool = False
     """Asking again is in vain: another protocol, another secret."""
+    local: bool = False
+    """A limit of this engine is why; the peer may be as well as ever."""
 
 
 class Channel(Protocol):
-    """Asks other engines, on a thread of its own; nothing here blocks or raises."""
+    """Asks other engines, on a thread of its own; nothing here raises, and only `take`
+    waits, if it is told to."""
 
     def ask(self, address: str, question: Question, timeout: float) -> int:
         """Ask; the ticket of the `Reply` that will come, after `timeout` seconds at
         the latest."""
 
-    def take(self) -> list[Reply]:
-        """Replies since the last call, each once."""
+    def take(self, wait: float = 0.0) -> list[Reply]:
+        """Replies since the last call, each once; waits for one at most so many
+        seconds."""
 
     def keep(self, address: str, lease: str, reader: str, every: float) -> None:
         """Renew a lease every so many seconds from now on, until `drop`."""

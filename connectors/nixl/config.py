@@ -32,8 +32,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str = ""
     """File that holds the secret, instead of `secret`."""
     insecure: bool = False
-    """Listen beyond the machine without a secret: whoever reaches the port can ask
-    where KV lies."""
+    """Listen beyond the machine, and ask engines beyond it, without a secret: whoever
+    reaches the port can ask where KV lies, and whoever a client names is believed."""
     backends: list[str] = msgspec.field(default_factory=lambda: ["UCX"])
     """Of NIXL, for bytes that go over the network."""
     same_host: Literal["auto", "off"] = "auto"
@@ -60,7 +60,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_overdue_fraction: float = 0.1
     """With a larger share of the engine's blocks in overdue reads, nothing is read."""
     read_wait_ms: float = 2.0
-    """How long a step waits for reads that may end any moment."""
+    """How long a step waits for reads that may end any moment, and before it for
+    grants that may come any moment."""
     staging_bytes: int = 1 << 26
     """Memory of a rank through which blocks go whose layout has to be converted."""
     model_name: str = ""

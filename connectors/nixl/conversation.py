@@ -91,6 +91,10 @@ class Conversation:
         """Nothing is to be done before."""
         self.is_silent = True
         """The last thing that happened is that it did not answer."""
+        self.is_known = False
+        """It has answered with this engine's secret."""
+        self.is_held = False
+        """A limit of this engine keeps it from being asked."""
 
     @property
     def is_idle(self) -> bool:
@@ -104,7 +108,8 @@ class Conversation:
     ) -> None:
         """Ask; answered, or failed, after `timeout` at the latest."""
         if len(self._asked) >= MAX_ASKED:
-            self._end(ticket, f"{MAX_ASKED} questions to {self._address} are under way")
+            why = f"{MAX_ASKED} questions to {self._address} are under way"
+            self._end(ticket, why, local=True)
             return
         number = next(self._numbers)
         self._asked[number] = _Asked(question, now + timeout, timeout, ticket)
@@ -120,12 +125,14 @@ class Conversation:
 
     def drop(self, lease: str, reader: str, now: float) -> None:
         """Renew it no longer, and close it. An `Open` of it that is not answered is
-        not asked again: it would open what is closed."""
+        not asked again: it would open what is closed. Who has never answered has no
+        lease of ours, and is told nothing."""
         self._kept.drop((lease, reader))
         number = self._opens.get((lease, reader))
         if number is not None:
             self._end(self._forget(number).ticket, "the lease was dropped")
-        self.ask(None, wire.Close(lease=lease, reader=reader), CLOSE_S, now)
+        if self.is_known:
+            self.ask(None, wire.Close(lease=lease, reader=reader), CLOSE_S, now)
 
     def drop_all(self, now: float) -> None:
         """Close every lease that is kept."""
@@ -257,6 +264,7 @@ class Conversation:
                 final=True,
             )
             return
+        self.is_known = True
         try:
             answer = wire.decode_answer(body)
         except IntegrityError as error:
@@ -276,7 +284,9 @@ class Conversation:
         asked = self._forget(number)
         self.is_silent = True
         why = f"{self._address} has not answered within {asked.timeout:g} s"
-        self._end(asked.ticket, why)
+        if self.is_held:
+            why = f"the name of {self._address} waits to be looked up after others"
+        self._end(asked.ticket, why, local=self.is_held)
 
     def interrupted(self) -> None:
         """The connection is lost, and with it what was on its way. On the next one,
@@ -299,7 +309,7 @@ class Conversation:
             asked.tags.clear()
             self._fresh.append(number)
 
-    def fail(self, why: str, *, final: bool = False) -> None:
+    def fail(self, why: str, *, final: bool = False, local: bool = False) -> None:
         """End every question, and begin anew with the next one. Who is none of ours
         holds no leases of ours."""
         self._nonce = b""
@@ -311,7 +321,7 @@ class Conversation:
         if final:
             self._kept = KeptLeases()
         for asked in ended:
-            self._end(asked.ticket, why, final=final)
+            self._end(asked.ticket, why, final=final, local=local)
 
     def _forget(self, number: int) -> _Asked:
         asked = self._asked.pop(number)
@@ -322,6 +332,8 @@ class Conversation:
                 self._opens.pop((lease, reader), None)
         return asked
 
-    def _end(self, ticket: int | None, why: str, *, final: bool = False) -> None:
+    def _end(
+        self, ticket: int | None, why: str, *, final: bool = False, local: bool = False
+    ) -> None:
         if ticket is not None:
-            self._reply(Reply(ticket, None, why, final))
+            self._reply(Reply(ticket, None, why, final, local))

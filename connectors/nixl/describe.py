@@ -17,7 +17,11 @@ from kvplugin.connectors.nixl.descriptor import (
     ModelDescriptor,
     RankDescriptor,
 )
-from kvplugin.connectors.nixl.descriptor_checks import check_engine, check_rank
+from kvplugin.connectors.nixl.descriptor_checks import (
+    MAX_DESCRIPTOR_BYTES,
+    check_engine,
+    check_rank,
+)
 from kvplugin.connectors.nixl.version import VERSION
 from kvplugin.contract import EngineInfo, GroupInfo, GroupKind, KVTensor
 from kvplugin.errors import IntegrityError, KVPluginError, LayoutMismatchError
@@ -187,8 +191,14 @@ def decode_rank(data: bytes) -> RankDescriptor:
 
 
 def encode_engine(engine: EngineDescriptor) -> bytes:
-    """For `kvplugin.connectors.nixl.wire.Description`."""
-    return encode(engine)
+    """For `kvplugin.connectors.nixl.wire.Description`.
+
+    Raises:
+        IntegrityError: peers would not read it.
+    """
+    data = encode(engine)
+    _check_size(data)
+    return data
 
 
 def decode_engine(data: bytes) -> EngineDescriptor:
@@ -196,11 +206,21 @@ def decode_engine(data: bytes) -> EngineDescriptor:
     them neither overflows nor takes long.
 
     Raises:
-        IntegrityError: it is none, or a field has an impossible value; named.
+        IntegrityError: it is none, too large, or a field has an impossible value;
+            named.
     """
+    _check_size(data)
     engine = _decode(data, EngineDescriptor)
     check_engine(engine)
     return engine
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_DESCRIPTOR_BYTES:
+        raise IntegrityError(
+            f"an engine's descriptor of {len(data)} bytes: the limit is "
+            f"{MAX_DESCRIPTOR_BYTES}. Use fewer ranks an engine (data parallelism)"
+        )
 
 
 def _decode(data: bytes, kind: type[T]) -> T:

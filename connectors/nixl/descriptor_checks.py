@@ -1,7 +1,8 @@
 """Whether a descriptor describes an engine that can be.
 
 What passes has numbers that fit 63 bits in every sum that is made of them, lists of
-bounded length, texts that a log can show, and ranks that are alike.
+bounded length, texts that a log can show, and ranks that are alike. Whoever sent it,
+reading and checking it takes less than about a second.
 """
 
 from typing import Final
@@ -12,8 +13,12 @@ from kvplugin.connectors.nixl.descriptor import (
     RankDescriptor,
 )
 from kvplugin.errors import IntegrityError
-from kvplugin.layout import MAX_RUNS, KVLayout
+from kvplugin.layout import MAX_RUNS, KVLayout, Run
 
+MAX_DESCRIPTOR_BYTES: Final = 4 << 20
+"""Of an encoded descriptor: about 10,000 layers, counted on each rank."""
+MAX_ALL_RUNS: Final = 1 << 17
+"""Of all layers of all ranks together."""
 MAX_RANKS: Final = 1024
 MAX_LAYERS: Final = 4096
 """Of a rank."""
@@ -46,6 +51,8 @@ def check_engine(engine: EngineDescriptor) -> None:
         raise _wrong(
             "tp_size", f"{engine.tp_size}, which {len(engine.ranks)} ranks do not fill"
         )
+    runs = sum(len(layer.runs) for rank in engine.ranks for layer in rank.layers)
+    _number("runs", runs, 0, MAX_ALL_RUNS, "in all layers")
     for i, group in enumerate(engine.groups):
         _number(f"groups[{i}].block_size", group.block_size, 1, MAX_TOKENS)
         _number(f"groups[{i}].window", group.window, 0, _END)
@@ -96,14 +103,25 @@ def _check_layer(field: str, layer: LayerMemory) -> None:
     _number(f"{field}.total_heads", layer.total_heads, 0, 1 << 20)
     _number(f"{field}.runs", len(layer.runs), 1, MAX_RUNS, "entries")
     for j, run in enumerate(layer.runs):
-        _number(f"{field}.runs[{j}].nbytes", run.nbytes, 1, MAX_PAGE_BYTES)
-        _number(f"{field}.runs[{j}].offset", run.offset, 0, _END)
-        _number(f"{field}.runs[{j}].stride", run.stride, run.nbytes, _END)
+        if not _can_be(run):
+            where = f"{field}.runs[{j}]"
+            _number(f"{where}.nbytes", run.nbytes, 1, MAX_PAGE_BYTES)
+            _number(f"{where}.offset", run.offset, 0, _END)
+            _number(f"{where}.stride", run.stride, run.nbytes, _END)
     total = sum(run.nbytes for run in layer.runs)
     if total > layer.page_bytes:
         raise _wrong(
             f"{field}.runs", f"{total} bytes, more than the page's {layer.page_bytes}"
         )
+
+
+def _can_be(run: Run) -> bool:
+    offset, stride, nbytes = run
+    return (
+        0 <= offset < _END
+        and 1 <= nbytes <= stride < _END
+        and (nbytes <= MAX_PAGE_BYTES)
+    )
 
 
 def _check_memory(rank: RankDescriptor, engine: EngineDescriptor) -> None:
@@ -117,7 +135,8 @@ def _check_memory(rank: RankDescriptor, engine: EngineDescriptor) -> None:
         _number(f"{field}.group", layer.group, 0, len(engine.groups) - 1)
         for j, run in enumerate(layer.runs):
             end = layer.address + run.offset + last * run.stride + run.nbytes
-            _number(f"{field}.runs[{j}]", end, 1, _END, "is its end")
+            if end >= _END:
+                _number(f"{field}.runs[{j}]", end, 1, _END, "is its end")
         if layer.rows is not None:
             _check_rows(f"{field}.rows", layer, layer.rows, engine)
 

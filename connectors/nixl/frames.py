@@ -28,8 +28,9 @@ import msgpack
 from kvplugin.connectors.nixl import stock
 from kvplugin.connectors.nixl.auth import Header
 from kvplugin.connectors.nixl.version import VERSION
-from kvplugin.connectors.nixl.wire import MAX_BYTES, MAX_QUESTION_BYTES, unpack
+from kvplugin.connectors.nixl.wire import MAX_BYTES, MAX_QUESTION_BYTES
 from kvplugin.errors import IntegrityError
+from kvplugin.wire import unpack
 
 PROTOCOL: Final = 1
 """Raised when the same messages come to mean something else. Hello and Welcome stay:

@@ -31,7 +31,8 @@ class Handovers:
     A request whose client says ``do_remote_decode`` goes to a decoder: its blocks stay
     for `kv_lease_duration`. With `bidirectional_kv_xfer`, one that this engine decoded
     goes back to a prefill of the next turn, for which its blocks stay
-    `decoder_kv_blocks_ttl`.
+    `decoder_kv_blocks_ttl`; so does whatever a consumer keeps, which has nobody else to
+    keep it for. All that wait so long share half of the pool, whatever clients say.
 
     Args:
         engine: the engine.
@@ -103,17 +104,19 @@ class Handovers:
         to_decoder = _to_decoder(request)
         if not (to_decoder or self._goes_back(request)):
             return None
-        offer = self._offer(request, block_ids, num_computed_tokens)
+        waits = self._waits_for_turn(to_decoder)
+        offer = self._offer(request, block_ids, num_computed_tokens, waits)
         if isinstance(offer, str):
             logger.log(
-                logging.WARNING if to_decoder else logging.INFO,
+                logging.INFO if waits else logging.WARNING,
                 "request %.128r has no KV to hand over: %s",
                 request.request_id,
                 offer,
             )
             self._counters.add("empty_handovers")
             return no_kv_params(self._engine, to_decoder=to_decoder)
-        seconds = self._seconds(to_decoder)
+        config = self._config
+        seconds = config.decoder_kv_blocks_ttl if waits else config.kv_lease_duration
         lease = self._leases.add(
             request.request_id, offer.rows, offer.num_tokens, offer.digests, seconds
         )
@@ -142,6 +145,7 @@ class Handovers:
             expired = len(ended.expired)
             self._counters.add("closed_leases", len(ended.closed))
             self._counters.add("expired_leases", expired)
+            self._counters.add("revoked_leases", len(ended.revoked))
             self._update_gauges()
             if expired:
                 # Not every conversation has a next turn.
@@ -164,17 +168,17 @@ class Handovers:
         params = request.kv_transfer_params
         return isinstance(params, Mapping) and "do_remote_prefill" in params
 
-    def _seconds(self, to_decoder: bool) -> float:
-        """A client takes its time until the next turn."""
-        if self._role is Role.CONSUMER or not to_decoder:
-            return self._config.decoder_kv_blocks_ttl
-        return self._config.kv_lease_duration
+    def _waits_for_turn(self, to_decoder: bool) -> bool:
+        """Whether the next turn reads it, for which a client takes its time."""
+        is_kept = self._role is Role.CONSUMER or not to_decoder
+        return self._goes_both_ways and is_kept
 
     def _offer(
         self,
         request: PeerRequestView,
         block_ids: Sequence[Sequence[int]],
         num_computed_tokens: int,
+        waits: bool,
     ) -> "_Offer | str":
         """What others may read, or why there is nothing."""
         if not self.serves:
@@ -196,7 +200,7 @@ class Handovers:
         if not any(map(any, rows)):
             return "none of its blocks is needed after its last token"
         has_room = self._leases.num_blocks + blocks <= self._most_for_turns
-        if not (has_room or _to_decoder(request)):
+        if waits and not has_room:
             return (
                 f"{self._leases.num_blocks} blocks wait for next turns already: a "
                 "shorter decoder_kv_blocks_ttl keeps fewer"

@@ -42,6 +42,8 @@ class EndedLeases(NamedTuple):
     """Those of the requests whose readers have all closed."""
     expired: list[str]
     """Those whose lease ran out."""
+    revoked: list[str]
+    """Those whose lease the engine has ended itself."""
 
 
 class Leases:
@@ -133,7 +135,7 @@ class Leases:
             if now >= self._look_at:
                 self._expire(now)
             if not self._over:
-                return EndedLeases([], [], [], [])
+                return EndedLeases([], [], [], [], [])
             over, self._over = self._over, []
             unheld = []
             for lease in over:
@@ -142,8 +144,10 @@ class Leases:
             return EndedLeases(
                 [lease.request_id for lease in over],
                 self._generations.advance(sorted(unheld)),
-                [lease.request_id for lease in over if lease.end is End.CLOSED],
-                [lease.request_id for lease in over if lease.end is End.EXPIRED],
+                *(
+                    [lease.request_id for lease in over if lease.end is how]
+                    for how in (End.CLOSED, End.EXPIRED, End.REVOKED)
+                ),
             )
 
     def _let_go(self, blocks: frozenset[int]) -> list[int]:

@@ -85,4 +85,9 @@ METRICS: Final = (
         Kind.COUNTER,
         "Leases that ran out: nobody read them, or a reader died.",
     ),
+    Metric(
+        "revoked_leases",
+        Kind.COUNTER,
+        "Leases that the engine ended itself: its cache was reset, or a block failed.",
+    ),
 )

@@ -9,11 +9,10 @@ import threading
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from kvplugin.connectors.nixl.address import Address, resolve
-from kvplugin.errors import CapacityError
+from kvplugin.connectors.nixl.address import IP, Address, literal, resolve
 
 MAX_LOOKUPS: Final = 8
-"""At a time: names come with requests, from anybody."""
+"""At a time: names come with requests, from anybody. The others wait."""
 
 
 class Endpoint(NamedTuple):
@@ -33,31 +32,60 @@ class Names:
 
     def __init__(self, found: Callable[[str, Endpoint | str], None]) -> None:
         self._found = found
-        self._under_way = threading.Semaphore(MAX_LOOKUPS)
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Address] = {}
+        """First come, first looked up; no more than who asks has keys."""
+        self._num_threads = 0
 
     def look_up(self, key: str, address: Address) -> None:
-        """Find it; `found` gets `key` back.
-
-        Raises:
-            CapacityError: too many are being looked up.
-        """
-        if not self._under_way.acquire(blocking=False):
-            raise CapacityError(f"{MAX_LOOKUPS} names of hosts are being looked up")
-        threading.Thread(
-            target=self._look_up,
-            args=(key, address),
-            name="kvplugin-names",
-            daemon=True,
-        ).start()
-
-    def _look_up(self, key: str, address: Address) -> None:
-        result: Endpoint | str
+        """Find it; `found` gets `key` back, at once where there is nothing to find."""
+        if ip := literal(address.host):
+            self._found(key, _endpoint(ip, address.port))
+            return
+        with self._lock:
+            self._waiting[key] = address
+            if self._num_threads >= MAX_LOOKUPS:
+                return
+            self._num_threads += 1
         try:
-            ip = resolve(address.host)[0]
-            family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
-            result = Endpoint(family, (str(ip), address.port))
-        except Exception as error:  # a thread that dies tells nobody
-            result = str(error)
-        finally:
-            self._under_way.release()
-        self._found(key, result)
+            threading.Thread(
+                target=self._work, name="kvplugin-names", daemon=True
+            ).start()
+        except RuntimeError as error:  # as many threads as there may be
+            with self._lock:
+                self._num_threads -= 1
+                self._waiting.pop(key, None)
+            self._found(key, f"{address.host!r} is not looked up: {error}")
+
+    def waits(self, key: str) -> bool:
+        """Whether others are looked up first."""
+        return key in self._waiting
+
+    def forget(self, key: str) -> None:
+        """Nobody wants to know any more."""
+        with self._lock:
+            self._waiting.pop(key, None)
+
+    def _work(self) -> None:
+        """On a thread of its own, until nothing waits."""
+        while (due := self._next()) is not None:
+            key, address = due
+            result: Endpoint | str
+            try:
+                result = _endpoint(resolve(address.host)[0], address.port)
+            except Exception as error:  # a thread that dies tells nobody
+                result = str(error)
+            self._found(key, result)
+
+    def _next(self) -> tuple[str, Address] | None:
+        with self._lock:
+            if not self._waiting:
+                self._num_threads -= 1
+                return None
+            key = next(iter(self._waiting))
+            return key, self._waiting.pop(key)
+
+
+def _endpoint(ip: IP, port: int) -> Endpoint:
+    family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
+    return Endpoint(family, (str(ip), port))

@@ -70,10 +70,21 @@ class Openings:
     def hear(self) -> None:
         """Take in what other engines have answered."""
         for _ in range(_ROUNDS):
-            if not self._questions.hear():
+            if not self._hear(0.0):
                 return
-            for pull in list(self._opening):
-                self.advance(pull)
+
+    def wait_for(self, pull: Pull, seconds: float) -> None:
+        """Give its peer so long to answer, at most."""
+        end = self._clock() + seconds
+        while pull.waits and seconds > 0 and self._hear(seconds):
+            seconds = end - self._clock()
+
+    def _hear(self, wait: float) -> bool:
+        if not (self._peers.take_in() or self._questions.hear(wait)):
+            return False
+        for pull in list(self._opening):
+            self.advance(pull)
+        return True
 
     def advance(self, pull: Pull) -> None:
         """Ask for the lease as soon as its peer is ready."""
@@ -125,7 +136,7 @@ class Openings:
             pull.doubted = self._clock()
             self.advance(pull)
         elif answer is None:
-            if not reply.final:
+            if not reply.final and not reply.local:
                 self._is_silent(pull, peer, reply.error)
             self._miss(pull, reply.error)
         else:

@@ -20,8 +20,9 @@ _LEAST_WAIT: Final = 0.0002
 _MOST_WAIT: Final = 0.01
 """Seconds between two looks at a transfer, growing with the time nothing happens."""
 
-Steps: TypeAlias = Generator[bool, None, Completion]
-"""True: it goes on at once. False: it waits for something."""
+Steps: TypeAlias = Generator[bool, None, Completion | None]
+"""True: it goes on at once. False: it waits for something. None at its end: the end has
+been said already."""
 
 
 class Job(NamedTuple):
@@ -60,6 +61,9 @@ class PeerThread:
         self._before = tuple(before)
         self._condition = threading.Condition()
         self._queue: deque[Job] = deque()
+        self._unbegun: set[int] = set()
+        """Orders of which nothing was posted: in the queue, or waiting for the
+        connection."""
         self._unwanted: set[int] = set()
         self._is_leaving = False
         self._connection: Connection | None = None
@@ -81,14 +85,30 @@ class PeerThread:
                 except RuntimeError as error:  # the system has no more, or it died
                     return f"no thread to read with: {error}"
             self._queue.append(job)
+            self._unbegun.add(job.order.id)
             self._condition.notify_all()
         return ""
 
     def stop(self, order_id: int) -> None:
-        """Nobody waits for this order."""
+        """Nobody waits for this order. One of which nothing was posted ends here: the
+        thread may wait for ever for those before it, or for its connection."""
+        is_unbegun = self._claim(order_id)
         with self._condition:
-            self._unwanted.add(order_id)
+            if is_unbegun:
+                rest = [job for job in self._queue if job.order.id != order_id]
+                self._queue = deque(rest)
+            else:
+                self._unwanted.add(order_id)
             self._condition.notify_all()
+        if is_unbegun:
+            self._ended(failed(order_id, "nobody waits for it any more"))
+
+    def _claim(self, order_id: int) -> bool:
+        """Whether the caller is the one that begins the order, or ends it unbegun."""
+        with self._condition:
+            is_unbegun = order_id in self._unbegun
+            self._unbegun.discard(order_id)
+        return is_unbegun
 
     def leave(self) -> None:
         """End when the orders have."""
@@ -149,7 +169,8 @@ class PeerThread:
             has_moved = True
             active.remove(one)
             self._unwanted.discard(one.order_id)
-            self._ended(completion)
+            if completion is not None:
+                self._ended(completion)
         return has_moved
 
     def _execute(self, job: Job) -> Steps:
@@ -158,17 +179,25 @@ class PeerThread:
         def is_unwanted() -> bool:
             return job.order.id in self._unwanted
 
-        if is_unwanted():
-            return failed(job.order.id, "nobody waits for it any more")
+        if job.order.id not in self._unbegun:
+            return None
+        connection, error = self._ready(job)
+        if not self._claim(job.order.id):
+            return None
+        if connection is None:
+            return failed(job.order.id, error)
+        run = ReadJob(job.order, connection, self._staging, is_unwanted, self._clock)
+        return (yield from run.run())
+
+    def _ready(self, job: Job) -> tuple[Connection | None, str]:
+        """Wait for what must be done before the first byte; or why it cannot be."""
         try:
             job.after()
             if self._connection is None:
                 self._connection = self._connect()
         except Exception as error:
-            return failed(job.order.id, str(error) or type(error).__name__)
-        connection = self._connection
-        run = ReadJob(job.order, connection, self._staging, is_unwanted, self._clock)
-        return (yield from run.run())
+            return None, str(error) or type(error).__name__
+        return self._connection, ""
 
 
 class _Active(NamedTuple):

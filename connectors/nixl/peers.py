@@ -20,15 +20,15 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from kvplugin.connectors.metrics import Counters
-from kvplugin.connectors.negotiate import Agreement, Refusal, negotiate
+from kvplugin.connectors.negotiate import Agreement
 from kvplugin.connectors.nixl.channel import Reply
 from kvplugin.connectors.nixl.config import NixlConfig
-from kvplugin.connectors.nixl.describe import decode_engine
+from kvplugin.connectors.nixl.descriptions import Descriptions, Fits, Unfit
 from kvplugin.connectors.nixl.descriptor import EngineDescriptor
+from kvplugin.connectors.nixl.grumble import Grumble
 from kvplugin.connectors.nixl.messages import Peer as Announced
 from kvplugin.connectors.nixl.questions import Questions
 from kvplugin.connectors.nixl.wire import Describe, Description, Refused
-from kvplugin.errors import KVPluginError
 
 logger = logging.getLogger("vllm.kvplugin.nixl")
 
@@ -38,6 +38,9 @@ _MOST_SHOWN: Final = 256
 _LONGEST_REASON: Final = 2000
 _RECENT_S: Final = 1.0
 """So long a description stands, whatever a request says of its peer."""
+_HELD_S: Final = 0.1
+"""Between two attempts to ask a peer, where only a limit of ours is in the way."""
+_STRANGER: Final = "an address that a client has named"
 _FAILURES: Final = 2
 """Failed reads in a row after which a peer counts as dead."""
 
@@ -93,11 +96,17 @@ class _Entry:
     """When it is to be asked again, if anybody wants it."""
     described_at: float = -math.inf
     asked_until: float | None = None
-    """When its answer is overdue; None while it is not asked."""
+    """When its answer is overdue; None while it is not asked, infinity while the answer
+    is there and waits for a step."""
     forget: Callable[[], None] = field(default=lambda: None)
     """Forgets that question."""
     failures: int = 0
     """Reads that have failed in a row."""
+    has_described: bool = False
+    """It has described itself, ever; else it may be an address that a client made
+    up."""
+    held_until: float = -math.inf
+    """A limit of this engine keeps it from being asked; so long, it is not tried."""
 
 
 class News(NamedTuple):
@@ -128,12 +137,14 @@ class Peers:
     ) -> None:
         self.states: Mapping[str, str] = {}
         """For people, by address; replaced, never changed: other threads read it."""
-        self._reader = reader
+        self._descriptions = Descriptions(reader)
         self._timeout = config.handshake_timeout_s
         self._ttl = config.dead_peer_ttl_s
         self._questions = questions
         self._counters = counters
         self._clock = clock
+        self._refusals = Grumble(_STRANGER, clock)
+        self._silences = Grumble(_STRANGER, clock)
         self._entries: dict[str, _Entry] = {}
         self._announced: dict[str, bytes] = {}
         """Descriptors that worker halves know, by peer id."""
@@ -200,10 +211,18 @@ class Peers:
         current = None if entry is None else entry.peer
         return current is not None and current.peer_id == peer.peer_id
 
+    def take_in(self) -> bool:
+        """Look into a description that has waited for this step.
+
+        Returns:
+            Whether there was one.
+        """
+        return self._descriptions.look()
+
     # -- asking --------------------------------------------------------------------
 
     def _ask(self, address: str, entry: _Entry) -> None:
-        if entry.asked_until is not None:
+        if entry.asked_until is not None or self._clock() < entry.held_until:
             return
         if entry.standing is Standing.DEAD:
             entry.standing = Standing.ASKED
@@ -221,6 +240,8 @@ class Peers:
         if isinstance(answer, Description):
             self._counters.add("handshakes")
             self._described(address, entry, answer.descriptor)
+        elif answer is None and reply.local:
+            entry.held_until = self._clock() + _HELD_S
         elif answer is None and not reply.final:
             self._is_dead(address, entry, reply.error)
         else:
@@ -231,23 +252,49 @@ class Peers:
             self._is_refused(address, entry, why, speaks=not reply.final)
 
     def _described(self, address: str, entry: _Entry, encoded: bytes) -> None:
+        entry.has_described = True
         if entry.peer is not None and entry.peer.encoded == encoded:
             entry.described_at = self._clock()
-            return
-        entry.engine_id = ""
-        try:
-            found = decode_engine(encoded)
+        elif alias := self._says(encoded):
+            self._found(
+                address, entry, encoded, Fits(alias.descriptor, alias.agreement)
+            )
+        elif refused := self._descriptions.refusal(encoded):
+            self._found(address, entry, encoded, refused)
+        else:
+            self._is_to_be_read(address, entry, encoded)
+
+    def _says(self, encoded: bytes) -> Peer | None:
+        """One that has said the same at another address."""
+        known = (e.peer for e in self._entries.values() if e.peer is not None)
+        return next((peer for peer in known if peer.encoded == encoded), None)
+
+    def _is_to_be_read(self, address: str, entry: _Entry, encoded: bytes) -> None:
+        """Have the description looked into when it is its turn; the entry stays asked
+        until then."""
+
+        def then(found: Fits | Unfit) -> None:
+            if entry.asked_until == math.inf:  # it has not died meanwhile
+                entry.asked_until = None
+                self._found(address, entry, encoded, found)
+
+        entry.asked_until = math.inf
+        if not self._descriptions.add(encoded, then):
+            entry.asked_until = None  # whoever wants it asks again
+
+    def _found(
+        self, address: str, entry: _Entry, encoded: bytes, found: Fits | Unfit
+    ) -> None:
+        if isinstance(found, Unfit):
             entry.engine_id = found.engine_id
-            if self._announced.get(found.peer_id, encoded) != encoded:
-                raise Refusal(("another engine says that it is this very process",))
-            agreement = negotiate(self._reader, found)
-        except Refusal as refusal:
-            self._is_refused(address, entry, "; ".join(refusal.reasons))
+            self._is_refused(address, entry, found.reason)
             return
-        except KVPluginError as error:
-            self._is_refused(address, entry, str(error))
+        entry.engine_id = found.descriptor.engine_id
+        if self._announced.get(found.descriptor.peer_id, encoded) != encoded:
+            why = "another engine says that it is this very process"
+            self._is_refused(address, entry, why)
             return
-        self._is_ready(address, entry, Peer(address, found, encoded, agreement))
+        self._is_ready(address, entry, Peer(address, found[0], encoded, found[1]))
 
     def _is_ready(self, address: str, entry: _Entry, peer: Peer) -> None:
         entry.standing, entry.peer, entry.reason = Standing.READY, peer, ""
@@ -269,7 +316,7 @@ class Peers:
     ) -> None:
         why = f"engine at {address} cannot be read: {why[:_LONGEST_REASON]}"
         if entry.standing is not Standing.REFUSED or entry.reason != why:
-            logger.warning("%s", why)
+            self._warn(entry, self._refusals, why)
         entry.standing, entry.peer, entry.reason = Standing.REFUSED, None, why
         entry.speaks, entry.described_at = speaks, self._clock()
         entry.until = self._clock() + self._ttl
@@ -279,12 +326,19 @@ class Peers:
         why = f"engine at {address} is not asked for {self._ttl:g} s: " + (
             why[:_LONGEST_REASON] or "it does not answer"
         )
-        logger.warning("%s", why)
+        self._warn(entry, self._silences, why)
         entry.forget()
         entry.asked_until = None
         entry.standing, entry.peer, entry.reason = Standing.DEAD, None, why
         entry.until, entry.engine_id = self._clock() + self._ttl, ""
         self._changed()
+
+    @staticmethod
+    def _warn(entry: _Entry, grumble: Grumble, why: str) -> None:
+        if entry.has_described:
+            logger.warning("%s", why)
+        else:
+            grumble(why)
 
     # -- what reads tell -----------------------------------------------------------
 
@@ -312,7 +366,8 @@ class Peers:
             self._is_dead(peer.address, entry, f"reads from it fail: {error}")
 
     def take_news(self) -> News:
-        """What has changed for worker halves since the last call."""
+        """What has changed for worker halves since the last call, which ends a step."""
+        self._descriptions.next_step()
         if not self._has_news:
             return News([], [])
         self._has_news = False

@@ -75,6 +75,8 @@ class Pulls:
             peers, questions, channel, config.handshake_timeout_s, self._miss, clock
         )
         self._orders: list[ReadOrder] = []
+        self._step_may_wait = config.read_wait_ms / 1e3
+        """Seconds that are left to the lookups of this step."""
         self._unsound: dict[str, Pull] = {}
         self._name = secrets.token_hex(8)
         self._num_readers = 0
@@ -117,6 +119,8 @@ class Pulls:
         if pull.grant is not None and not self._can_read(pull):
             self._miss(pull, "its peer is dead, or another one by now")
         if pull.waits:
+            self._wait(pull)
+        if pull.waits:
             if self._clock() < pull.deadline:
                 return LATER
             self._openings.expire(pull)
@@ -125,6 +129,16 @@ class Pulls:
             return MISS
         pull.asked_at = local
         return Lookup(tokens)
+
+    def _wait(self, pull: Pull) -> None:
+        """A peer answers within less than a step takes: wait for it a little, once a
+        request and `read_wait_ms` a step, or the next step is the first to know."""
+        if pull.has_held_a_step or self._step_may_wait <= 0:
+            return
+        pull.has_held_a_step = True
+        began = self._clock()
+        self._openings.wait_for(pull, self._step_may_wait)
+        self._step_may_wait -= self._clock() - began
 
     def _can_read(self, pull: Pull) -> bool:
         """Whether worker halves know whom to read."""
@@ -222,7 +236,8 @@ class Pulls:
         )
 
     def take_orders(self) -> list[ReadOrder]:
-        """Reads ordered since the last call."""
+        """Reads ordered since the last call: a step has been decided."""
+        self._step_may_wait = self._config.read_wait_ms / 1e3
         for pull in self._unsound.values():
             self._forget(pull.unsound)
         orders, self._orders = self._orders, []
@@ -250,7 +265,7 @@ class Pulls:
             read.given_up_by = plan
             self._counters.add("given_up_reads")
             self._failed(read, "it does not end (transfer_timeout_s)")
-            if read.peer is not None:
+            if read.peer is not None and self.reads.is_silent(read):
                 self._peers.died(read.peer, "a read from it does not end")
         if late:
             self._counters.set("overdue_blocks", self.reads.overdue_blocks)
@@ -267,7 +282,9 @@ class Pulls:
         if self.blocks is not None:
             self.blocks.release(read.order.engine_ids[::-1])
         if read.peer is not None:
-            self._peers.ended(read.peer, "" if read.discarded else read.error)
+            # How one ends that was given up was our doing: `give_up` has judged.
+            is_ours = read.discarded or read.given_up_by is not None
+            self._peers.ended(read.peer, "" if is_ours else read.error)
         if read.given_up_by is not None:
             self._counters.set("overdue_blocks", self.reads.overdue_blocks)
         elif read.error or read.order.refusal:

@@ -39,14 +39,17 @@ class Questions:
     def _forget(self, ticket: int) -> None:
         self._asked.pop(ticket, None)
 
-    def hear(self) -> bool:
+    def hear(self, wait: float = 0.0) -> bool:
         """Hand out the replies that have come. Those that nobody waits for any more, or
         that have come before, are for nobody.
+
+        Args:
+            wait: seconds to wait at most for the first.
 
         Returns:
             Whether there were any.
         """
-        replies = self._channel.take()
+        replies = self._channel.take(wait)
         for reply in replies:
             then = self._asked.pop(reply.ticket, None)
             if then is not None:

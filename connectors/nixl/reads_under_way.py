@@ -1,7 +1,6 @@
 """Reads under way, as the scheduler half knows them."""
 
-import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -49,6 +48,15 @@ class Read:
         return not self.ranks
 
 
+@dataclass(slots=True)
+class _OfPeer:
+    """Of a peer from which something is under way."""
+
+    reads: int = 0
+    proven: int = 0
+    """A read has ended well after all orders below this id were given."""
+
+
 class ReadsUnderWay:
     """All of them, and which take too long.
 
@@ -64,8 +72,9 @@ class ReadsUnderWay:
         self._ranks = ranks
         self._clock = clock
         self._timeout = timeout
-        self._ids = itertools.count()
+        self._next_id = 0
         self._reads: dict[int, Read] = {}
+        self._peers: dict[str, _OfPeer] = {}
         self._by_age: deque[int] = deque()
         self._overdue: set[int] = set()
         self._executed: dict[int, int] = {}
@@ -96,7 +105,7 @@ class ReadsUnderWay:
     ) -> Read:
         """Order a read of all ranks; with a `refusal`, one that fails."""
         order = ReadOrder(
-            id=next(self._ids),
+            id=self._next_id,
             request_id=request_id,
             peer_id=peer.peer_id if peer is not None else "",
             parts=parts,
@@ -112,7 +121,9 @@ class ReadsUnderWay:
             num_tokens,
             unsound or [],
         )
+        self._next_id += 1
         self._reads[order.id] = read
+        self._peers.setdefault(order.peer_id, _OfPeer()).reads += 1
         self._by_age.append(order.id)
         return read
 
@@ -126,11 +137,25 @@ class ReadsUnderWay:
         for done in report.completions:
             read = self._reads.get(done.id)
             if read is not None and read.report(report.rank, done):
-                del self._reads[done.id]
-                if done.id in self._overdue:
-                    self._overdue.remove(done.id)
-                    self.overdue_blocks -= len(read.order.engine_ids)
+                self._remove(read)
                 yield read
+
+    def _remove(self, read: Read) -> None:
+        del self._reads[read.order.id]
+        if read.order.id in self._overdue:
+            self._overdue.remove(read.order.id)
+            self.overdue_blocks -= len(read.order.engine_ids)
+        peer = self._peers[read.order.peer_id]
+        peer.reads -= 1
+        if not read.error:
+            peer.proven = self._next_id
+        if not peer.reads:
+            del self._peers[read.order.peer_id]
+
+    def is_silent(self, read: Read) -> bool:
+        """Whether nothing of the read's peer has ended well since it was ordered: a
+        peer that others are read from is busy, not dead."""
+        return read.order.id >= self._peers[read.order.peer_id].proven
 
     def pop_overdue(self) -> list[Read]:
         """Reads whose deadline has passed since the last call, oldest first."""
@@ -157,7 +182,7 @@ class ReadsUnderWay:
                 yield read
 
     def check(self) -> None:
-        """Verify the account of overdue reads.
+        """Verify the accounts of overdue reads and of peers.
 
         Raises:
             IntegrityError: it is wrong.
@@ -168,3 +193,6 @@ class ReadsUnderWay:
             raise IntegrityError(
                 f"{self.overdue_blocks} blocks are said to be overdue, {blocks} are"
             )
+        peers = Counter(read.order.peer_id for read in self._reads.values())
+        if peers != {name: peer.reads for name, peer in self._peers.items()}:
+            raise IntegrityError(f"reads of peers are counted wrong: {self._peers}")

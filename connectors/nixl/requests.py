@@ -42,6 +42,8 @@ class Pull:
     """Forgets the question that is under way."""
     patience: float = 0.0
     """Seconds that the peer had to open the lease."""
+    has_held_a_step: bool = False
+    """A step has waited for its grant."""
     grant: Grant | None = None
     agreed: int = 0
     """Tokens of the grant that are the request's."""

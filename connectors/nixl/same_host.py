@@ -25,8 +25,12 @@ from kvplugin.errors import TransferError
 MAX_PIECES: Final = 1024
 """Of one system call (the kernel's ``UIO_MAXIOV``)."""
 
-CALL_BYTES: Final = 16 << 20
-"""Of one system call, some 1-2 ms: between two of them a read can stop."""
+CALL_BYTES: Final = 64 << 20
+"""Of one system call, some 4-8 ms: between two of them a read can stop. After each the
+thread needs the GIL, for which it waits up to 5 ms while the engine computes."""
+
+HELD_BYTES: Final = 1 << 16
+"""Up to so many are copied with the GIL held: sooner done than given away and back."""
 
 _WHY: Final = {
     errno.ESRCH: "its process has ended",
@@ -160,15 +164,14 @@ def _calls(
 def _copy(
     pid: int, ours: "np.ndarray[Any, Any]", theirs: "np.ndarray[Any, Any]"
 ) -> None:
-    """One system call, without the GIL.
+    """One system call, without the GIL unless it is a small one.
 
     Raises:
         TransferError: not all bytes came.
     """
     wanted = int(ours[:, 1].sum())
-    copied = _readv(
-        pid, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0
-    )
+    call = _readv if wanted > HELD_BYTES else _readv_held
+    copied = call(pid, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0)
     if copied == wanted:
         return
     if copied >= 0:
@@ -185,9 +188,9 @@ def _no_readv(*_: int) -> int:
     return -1
 
 
-def _bind() -> Any:
+def _bind(library: type[ctypes.CDLL]) -> Any:
     try:
-        function = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        function = library(None, use_errno=True).process_vm_readv
     except (AttributeError, OSError):  # not Linux
         return _no_readv
     unsigned, pointer = ctypes.c_ulong, ctypes.c_void_p
@@ -196,4 +199,5 @@ def _bind() -> Any:
     return function
 
 
-_readv: Final = _bind()
+_readv: Final = _bind(ctypes.CDLL)
+_readv_held: Final = _bind(ctypes.PyDLL)

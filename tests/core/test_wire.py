@@ -1,5 +1,6 @@
 """A message arrives as it was sent, or not at all."""
 
+import resource
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -114,6 +115,7 @@ def test_bytes_arrive_as_bytes() -> None:
         data: bytes
 
     assert decode(encode(Blob(b"\x00\xff")), Blob) == Blob(b"\x00\xff")
+    refuse(msgpack.packb({"data": "QUFB"}), Blob)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
@@ -195,3 +197,11 @@ def test_damaged_message_is_refused_or_is_a_message(data: st.DataObject) -> None
 )
 def test_hostile_bytes_are_refused(data: bytes) -> None:
     refuse(data, Plan)
+
+
+def test_announced_lengths_take_no_memory() -> None:
+    """Nested announcements of 2**20 entries each would take 8 GB."""
+    bomb = (b"\xdd\x00\x0f\xff\xff" * 1000).ljust(1 << 20, b"\xc0")
+    pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    refuse(bomb, Plan)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - pages < 20_000

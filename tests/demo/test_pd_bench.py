@@ -62,7 +62,7 @@ def test_a_bar_is_for_the_median_and_an_end(
 
 
 def transfer(posting: float, gaps: list[float]) -> pd.Turn:
-    longest = {"start_load_kv": posting, "get_transfer_results": 0.002}
+    longest = {"posting": posting, "polling": 0.002}
     return pd.Turn(0.07, Received(0.0, 64_000_000, 0.02, longest, gaps, 1))
 
 

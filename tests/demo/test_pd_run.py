@@ -112,6 +112,7 @@ def test_a_server_that_refuses_is_an_error_of_the_request(
 ) -> None:
     with pytest.raises(KVPluginError, match="vllm-router answered 5"):
         fakes.run(**{name: "refuse"})
+    assert len(fakes.asked(name)) == 1  # the router has not tried again
 
 
 def test_a_stream_that_breaks_off_is_an_error(fakes: Fakes) -> None:

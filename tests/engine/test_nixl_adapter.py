@@ -15,6 +15,7 @@ from kvplugin.contract import LATER, Lookup
 from kvplugin.errors import ConfigError, LayoutMismatchError
 from kvplugin.integration.vllm import CONNECTORS, cpu_pages
 from kvplugin.integration.vllm.commands import config
+from kvplugin.integration.vllm.connector import PlanMetadata
 from kvplugin.integration.vllm.doctor import Verdict, _cpu_pages, _same_host
 from kvplugin.integration.vllm.nixl import (
     Introduction,
@@ -63,6 +64,9 @@ class Half:
 
     def has_pending_work(self) -> bool:
         return False
+
+    def begin_step(self, plan: bytes) -> None:
+        self.heard.append(("begin_step", plan))
 
 
 @pytest.fixture
@@ -180,6 +184,13 @@ def test_the_states_a_request_ends_in_are_vllms():
 
     names = {status.name for status in RequestStatus if "FINISHED" in status.name}
     assert {*ENDS_WELL, *ENDS_OTHERWISE[:2]} <= names
+
+
+def test_reads_begin_with_the_plan_and_run_beside_the_forward(connector, half):
+    connector.bind_connector_metadata(PlanMetadata(b"plan"))
+    assert half.heard == [("begin_step", b"plan")]
+    connector.start_load_kv(None)
+    assert half.heard == [("begin_step", b"plan")], "once"
 
 
 def test_ranks_are_counted_over_pipeline_stages(connector, half):

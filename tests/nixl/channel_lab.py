@@ -90,10 +90,13 @@ def serving(
 def asking(
     *,
     secret: bytes = SECRET,
+    insecure: bool = False,
     clock: Callable[[], float] = time.monotonic,
     max_peers: int = 256,
 ) -> Iterator[ChannelClient]:
-    client = ChannelClient(secret=secret, clock=clock, max_peers=max_peers)
+    client = ChannelClient(
+        secret=secret, insecure=insecure, clock=clock, max_peers=max_peers
+    )
     try:
         yield client
     finally:

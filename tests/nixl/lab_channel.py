@@ -126,7 +126,7 @@ class FakeChannel(Channel):
         else:
             self.replies.append(Reply(asked.ticket, answer))
 
-    def take(self) -> list[Reply]:
+    def take(self, wait: float = 0.0) -> list[Reply]:
         now = self.network.clock()
         late = [asked for asked in self.asked if asked.deadline <= now]
         for asked in late:

@@ -11,8 +11,14 @@ from tests.nixl.ranks import Rank, RankSpec, peer_of
 ANSWER_SECONDS = 400.0
 
 
-def _serve(spec: RankSpec, pipe: Connection) -> None:
+_PARTS = ["tests.nixl.peer_process", "nixl._api"]
+"""What takes seconds to import: done once, in a process of which peers are copies."""
+
+
+def _serve(spec: RankSpec, pipe: Connection, environment: dict[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.clear()
+    os.environ.update(environment)
     rank = Rank(spec)
     pipe.send(rank.introduction())
     while (step := pipe.recv()) is not None:
@@ -31,9 +37,12 @@ class PeerProcess:
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PARTS)
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(spec, theirs), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(spec, theirs, dict(os.environ)), daemon=True
+        )
         self._process.start()
         theirs.close()
         self.introduction: bytes = self._answer()

@@ -1,8 +1,10 @@
 """The wrapper of NIXL's Python interface, and what a rank registers."""
 
+import logging
 import random
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +44,42 @@ class TestSetUp:
             Rank(RankSpec("engine", config={"backends": ["UCXX"]}))
         assert "backends" in str(caught.value)
         assert "Did you mean 'UCX'?" in str(caught.value)
+
+    def test_nixls_own_thread_sleeps_while_there_is_nothing_to_do(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bindings = pytest.importorskip("nixl._api").nixlBind
+        made: list[int] = []
+
+        def agent(name: str, config: Any) -> Any:
+            made.append(config.pthrDelay)
+            return real(name, config)
+
+        real = bindings.nixlAgent
+        monkeypatch.setattr(bindings, "nixlAgent", agent)
+        rank = Rank(RankSpec("engine"))
+        assert made[-1] > 0
+        assert rank.worker._memory is not None
+        rank.worker.close()
+
+    def test_a_nixl_that_is_not_as_expected_still_serves(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        bindings = pytest.importorskip("nixl._api").nixlBind
+        real, asked = bindings.nixlAgentConfig, []
+
+        def config() -> Any:
+            asked.append(1)
+            if len(asked) > 1:
+                raise TypeError("another one")
+            return real()
+
+        monkeypatch.setattr(bindings, "nixlAgentConfig", config)
+        with caplog.at_level(logging.WARNING, "vllm.kvplugin.nixl"):
+            rank = Rank(RankSpec("engine"))
+        assert rank.worker._registered.rank.agent_metadata
+        rank.worker.close()
+        assert "another one" in caplog.text
 
     def test_an_introduction_before_the_tensors(self) -> None:
         from kvplugin.connectors.nixl.config import NixlConfig

@@ -250,24 +250,34 @@ def test_an_open_under_way_is_not_asked_again_after_its_lease_was_dropped(
     assert known.seen == [wire.Close(lease="lease", reader="reader")]
 
 
-def test_an_open_that_waits_is_dropped_with_its_lease(peer: Peer) -> None:
-    peer.ask(open_lease("other"))
-    peer.ask(open_lease())
-    peer.talk.drop("lease", "reader", peer.now)
-    peer.run()
-    assert peer.seen == [
+def test_an_open_that_waits_is_dropped_with_its_lease(known: Peer) -> None:
+    known.ask(open_lease("other"))
+    known.ask(open_lease())
+    known.talk.drop("lease", "reader", known.now)
+    known.run()
+    assert known.seen == [
         open_lease("other"),
         wire.Close(lease="lease", reader="reader"),
     ]
 
 
-def test_closing_is_tried_for_a_while(peer: Peer) -> None:
-    peer.talk.drop("a", "r", peer.now)
+def test_closing_is_tried_for_a_while(known: Peer) -> None:
+    known.talk.drop("a", "r", known.now)
+    assert not known.talk.is_idle
     for _ in range(100):
-        peer.sent()
-        peer.now += 1.0
+        known.sent()
+        known.now += 1.0
+    assert known.talk.is_idle
+    assert not known.replies
+
+
+def test_a_stranger_is_told_of_no_lease(peer: Peer) -> None:
+    ticket = peer.ask(open_lease())
+    peer.talk.drop("lease", "reader", peer.now)
+    assert [reply.ticket for reply in peer.replies] == [ticket]
     assert peer.talk.is_idle
-    assert not peer.replies
+    peer.run()
+    assert not peer.seen
 
 
 # -- bounds ----------------------------------------------------------------------------
@@ -282,6 +292,7 @@ def test_only_so_many_questions_at_a_time(
     [reply] = peer.replies
     assert reply.ticket == 4
     assert "3 questions to peer:1 are under way" in reply.error
+    assert reply.local
     peer.talk.drop("a", "r", peer.now)  # ends by itself
     peer.run()
     assert len(peer.replies) == 4

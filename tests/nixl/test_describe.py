@@ -24,8 +24,13 @@ from kvplugin.connectors.nixl.describe import (
     host_identity,
 )
 from kvplugin.connectors.nixl.descriptor import EngineDescriptor
+from kvplugin.connectors.nixl.descriptor_checks import (
+    MAX_ALL_RUNS,
+    MAX_DESCRIPTOR_BYTES,
+)
 from kvplugin.contract import GroupKind
 from kvplugin.errors import ConfigError, IntegrityError, LayoutMismatchError
+from kvplugin.layout import MAX_RUNS
 from tests.nixl.memories import Engine, Layer, Side
 from tests.nixl.test_negotiate import CPU, engine
 
@@ -158,6 +163,7 @@ LAYER = "ranks.0.layers.0"
         ("ranks.0.generations_address", BIG - 8, "generations_address"),
         ("ranks.0.agent_metadata", b"x" * (1 << 21), "agent_metadata"),
         ("ranks.0.agent_metadata", 7, "agent_metadata"),
+        ("ranks.0.agent_metadata", "QUFB", "agent_metadata"),
         ("ranks.0.host.pid", -1, "host.pid"),
         ("ranks.0.layers", lambda ls: ls + ls[:1], "'0.0' a second time"),
         (f"{LAYER}.name", "", r"layers\[0\].name"),
@@ -188,7 +194,7 @@ LAYER = "ranks.0.layers.0"
         (f"{LAYER}.rows.tokens_per_row", 7, "tokens_per_row"),
         (f"{LAYER}.rows.packing", "\n", "rows.packing"),
         (f"{LAYER}.rows.parts", [], "empty axis"),
-        (f"{LAYER}.rows.parts", lambda parts: parts * 100_000, "200000 parts"),
+        (f"{LAYER}.rows.parts", lambda parts: parts * 1000, "2000 parts"),
         (f"{LAYER}.rows.parts.0.name", "", "parts.name"),
         (f"{LAYER}.rows.parts.0.offset", -1, "overlap"),
         (f"{LAYER}.rows.parts.0.offset", BIG - 1, "rows.parts"),
@@ -212,6 +218,31 @@ def test_impossible_fields(path: str, value: Any, field: str) -> None:
 def test_other_bytes(decode: Callable[[bytes], object], data: bytes) -> None:
     with pytest.raises(IntegrityError):
         decode(data)
+
+
+def test_more_runs_than_anybody_reads() -> None:
+    """What can be said in few bytes and takes long to look at."""
+    whole = plain()
+    layer = whole["ranks"][0]["layers"][0]
+    layer |= {"runs": [[0, 1, 1]] * MAX_RUNS, "page_bytes": MAX_RUNS, "rows": None}
+    layers = [layer | {"name": str(i)} for i in range(MAX_ALL_RUNS // MAX_RUNS + 1)]
+    whole["ranks"][0]["layers"] = layers
+    whole["layers"][0] = sorted(layer["name"] for layer in layers)
+    with pytest.raises(IntegrityError, match="runs is 135168 in all layers"):
+        decode_engine(msgpack.packb(whole))
+    layers.pop()
+    whole["layers"] = [sorted(layer["name"] for layer in layers), []]
+    assert len(decode_engine(msgpack.packb(whole)).layers[0]) == len(layers)
+
+
+def test_more_bytes_than_anybody_reads() -> None:
+    whole = hybrid().descriptor()
+    blob = bytes(MAX_DESCRIPTOR_BYTES)
+    rank = structs.replace(whole.ranks[0], agent_metadata=blob)
+    with pytest.raises(IntegrityError, match="the limit is 4194304"):
+        encode_engine(structs.replace(whole, ranks=[rank]))
+    with pytest.raises(IntegrityError, match="the limit is 4194304"):
+        decode_engine(blob + b"\0")
 
 
 values = st.one_of(

@@ -46,7 +46,12 @@ def test_a_prefill_is_handed_over_and_its_end_announced_once() -> None:
     assert not producer.handovers.finished(producer.request)
     stats = producer.counters.take()
     assert stats is not None
-    assert stats.counters == {"handovers": 1, "closed_leases": 1, "expired_leases": 0}
+    assert stats.counters == {
+        "handovers": 1,
+        "closed_leases": 1,
+        "expired_leases": 0,
+        "revoked_leases": 0,
+    }
     assert stats.gauges == {"leases": 0, "leased_blocks": 0}
 
 
@@ -75,6 +80,17 @@ def test_a_prompt_shorter_than_a_block_is_handed_over(tokens: int) -> None:
     producer.now += 31
     assert producer.handovers.collect().request_ids == ["req-1"]
     assert producer.leases.num_blocks == 0
+
+
+def test_what_the_engine_ends_itself_is_counted() -> None:
+    producer = Producer()
+    producer.hand_over([3, 4, 5])
+    producer.leases.revoke({4})
+    assert producer.handovers.collect().revoked == ["req-1"]
+    stats = producer.counters.take()
+    assert stats is not None
+    assert stats.counters["revoked_leases"] == 1
+    assert stats.counters["closed_leases"] == stats.counters["expired_leases"] == 0
 
 
 # -- who hands over --------------------------------------------------------------------
@@ -155,15 +171,23 @@ def test_the_next_turn_reads_what_was_generated() -> None:
     assert agreed_tokens(turn_2, granted) == 79  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("role", "params"),
+    [
+        (Role.BOTH, FROM_PREFILL),
+        (Role.CONSUMER, FROM_PREFILL),
+        (Role.CONSUMER, TO_DECODER),
+    ],
+)
 def test_turns_that_may_never_come_leave_half_of_the_pool(
-    caplog: pytest.LogCaptureFixture,
+    role: Role, params: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a pool of 1,000 blocks."""
+    """Of a pool of 1,000 blocks, whatever clients say to a decoder."""
     caplog.set_level("INFO", logger="vllm.kvplugin.nixl")
-    decoder = Producer(role=Role.BOTH, bidirectional_kv_xfer=True)
+    decoder = Producer(role=role, bidirectional_kv_xfer=True)
     kept = []
     for number, count in enumerate([200, 200, 101, 100, 1]):
-        made = decoder.request = request(16 * count, FROM_PREFILL, 1)
+        made = decoder.request = request(16 * count, params, 1)
         made.request_id = f"turn-{number}"
         rows = list(range(1 + 200 * number, 1 + 200 * number + count))
         told = decoder.handovers.handover(made, (rows,), 16 * count)
@@ -171,9 +195,10 @@ def test_turns_that_may_never_come_leave_half_of_the_pool(
         assert decoder.handovers.finished(made) is bool(kept[-1])
     assert kept == [1, 1, 0, 1, 0]
     assert "a shorter decoder_kv_blocks_ttl" in caplog.text
-    assert decoder.hand_over([998, 999, 997])["do_remote_prefill"]
+    is_full = role is Role.CONSUMER
+    assert decoder.hand_over([998, 999, 997])["do_remote_prefill"] is not is_full
     decoder.now += 481
-    assert len(decoder.handovers.collect().expired) == 4
+    assert len(decoder.handovers.collect().expired) == (3 if is_full else 4)
     assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 

@@ -77,7 +77,7 @@ def test_a_reader_is_told_all_it_needs(desk: Desk) -> None:
         seconds=SECONDS,
     )
     assert desk.leases.num_blocks == 3
-    assert desk.ended() == EndedLeases([], [], [], [])
+    assert desk.ended() == EndedLeases([], [], [], [], [])
 
 
 def test_a_lease_ends_when_its_reader_closes_it(desk: Desk) -> None:
@@ -86,9 +86,9 @@ def test_a_lease_ends_when_its_reader_closes_it(desk: Desk) -> None:
     assert desk.leases.holds("req")
     desk.close(lease)
     assert desk.leases.holds("req")  # until somebody has collected it
-    assert desk.ended() == EndedLeases(["req"], [(3, 1), (4, 1)], ["req"], [])
+    assert desk.ended() == EndedLeases(["req"], [(3, 1), (4, 1)], ["req"], [], [])
     assert not desk.leases.holds("req")
-    assert desk.ended() == EndedLeases([], [], [], [])
+    assert desk.ended() == EndedLeases([], [], [], [], [])
     assert isinstance(desk.open(lease, "another"), Gone)
     assert len(desk.leases) == desk.leases.num_blocks == 0
 
@@ -126,7 +126,7 @@ def test_nobody_reads_and_the_lease_runs_out_at_its_end_not_later(desk: Desk) ->
     desk.clock.now += SECONDS - 0.01
     assert not desk.ended().request_ids
     desk.clock.now += 0.01
-    assert desk.ended() == EndedLeases(["req"], [(3, 1)], [], ["req"])
+    assert desk.ended() == EndedLeases(["req"], [(3, 1)], [], ["req"], [])
 
 
 def test_a_renewed_lease_lives_and_an_abandoned_one_does_not(desk: Desk) -> None:
@@ -193,7 +193,7 @@ def test_a_block_leased_again_before_it_is_collected_does_not_change(
     desk.close(desk.add("one", [3, 4]))
     again = desk.add("two", [3, 5])
     granted = desk.open(again)
-    assert desk.ended() == EndedLeases(["one"], [(4, 1)], ["one"], [])
+    assert desk.ended() == EndedLeases(["one"], [(4, 1)], ["one"], [], [])
     assert granted.generations == [[desk.array[3], desk.array[5]]]
 
 
@@ -264,7 +264,7 @@ def test_leases_of_distrusted_blocks_end_at_once(desk: Desk) -> None:
     desk.open(good)
     desk.leases.revoke({4, 60})
     assert desk.renew((bad, "r"), (good, "r")) == [bad]
-    assert desk.ended() == EndedLeases(["bad"], [(3, 1), (4, 1)], [], [])
+    assert desk.ended() == EndedLeases(["bad"], [(3, 1), (4, 1)], [], [], ["bad"])
     desk.leases.revoke()
     assert desk.ended().request_ids == ["good"]
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvplugin.connectors.metrics import Counters
+from kvplugin.connectors.nixl import descriptions
 from kvplugin.connectors.nixl import peers as peers_module
 from kvplugin.connectors.nixl.channel import Reply
 from kvplugin.connectors.nixl.config import NixlConfig
@@ -22,7 +24,7 @@ from kvplugin.connectors.nixl.questions import Questions
 from kvplugin.connectors.nixl.wire import Answer, Describe, Description, Question
 from tests.nixl.lab import DEAD_TTL, TIMEOUT, Clock, FakeChannel, Network, introduction
 from tests.nixl.lab import spec as spec_of
-from tests.nixl.ranks import RankSpec
+from tests.nixl.ranks import GroupSpec, RankSpec
 
 CONFIG = NixlConfig(handshake_timeout_s=TIMEOUT, dead_peer_ttl_s=DEAD_TTL)
 
@@ -63,6 +65,7 @@ class Lab:
         """What a request that comes now may expect, once answers are there."""
         came = more.pop("came", self.clock.now)
         self.peers.look(address, engine_id, came, **more)
+        self.peers._descriptions.next_step()  # others have their steps
         self.questions.hear()
         return self.peers.look(address, engine_id, came, **more)
 
@@ -153,6 +156,146 @@ def test_what_makes_no_sense_is_refused(reply: Answer | Reply, answers: bool) ->
     assert lab.asked == ["p:1"]
 
 
+class Looked:
+    """Counts descriptions that are decoded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        decode = descriptions.decode_engine
+
+        def counting(data: bytes) -> EngineDescriptor:
+            self.count += 1
+            return decode(data)
+
+        monkeypatch.setattr(descriptions, "decode_engine", counting)
+
+
+def test_one_description_a_step_is_looked_into(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = Looked(monkeypatch)
+    lab = Lab()
+    for i in range(3):
+        lab.is_at(f"p:{i}", spec_of(f"P{i}", 16), i + 1)
+        lab.peers.look(f"p:{i}", f"P{i}", lab.clock.now)
+    lab.questions.hear()
+    for step in (1, 2, 3):
+        found = [lab.peers.look(f"p:{i}", f"P{i}", lab.clock.now) for i in range(3)]
+        assert [outlook.peer is not None for outlook in found] == [
+            i < step for i in range(3)
+        ]
+        assert not any(outlook.reason for outlook in found)
+        assert looked.count == step
+        assert not lab.peers.take_in()
+        lab.clock.now += 10 * TIMEOUT  # it has answered: nobody calls it dead
+        assert len(lab.peers.take_news().new) == 1
+        assert lab.peers.take_in() is (step < 3)
+    assert lab.asked == ["p:0", "p:1", "p:2"]
+
+
+def test_more_descriptions_than_may_wait_are_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(descriptions, "_MOST_WAITING", 2)
+    lab = Lab()
+    late = {f"p:{i}": f"P{i}" for i in range(6)}
+    for i, (address, name) in enumerate(late.items()):
+        lab.is_at(address, spec_of(name, 16), i + 1)
+    for _ in range(6):
+        for address, name in list(late.items()):
+            if lab.peers.look(address, name, lab.clock.now).peer is not None:
+                del late[address]
+        lab.questions.hear()
+        lab.peers.take_news()
+        lab.peers.take_in()
+        assert len(lab.peers._descriptions._waiting) <= 2
+    late = {a: n for a, n in late.items() if not lab.peers.look(a, n, 0).peer}
+    assert not late
+
+
+def test_a_peer_that_dies_while_its_description_waits_stays_dead() -> None:
+    lab = Lab()
+    lab.is_at("p:1", spec_of("P", 16), 1)
+    old = lab.ready("p:1")
+    lab.is_at("p:1", spec_of("P", 16), 2)
+    lab.clock.now += 2
+    assert lab.peers.look("p:1", "P", 0, doubted=lab.clock.now) == Outlook()
+    lab.questions.hear()
+    lab.peers.died(old, "silence")
+    lab.peers.take_news()
+    assert lab.peers.take_in()
+    assert "silence" in lab.look("p:1").reason
+    lab.clock.now += DEAD_TTL
+    assert lab.ready("p:1").peer_id != old.peer_id
+
+
+def test_a_refused_description_is_looked_into_once_wherever_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clients make addresses up."""
+    looked = Looked(monkeypatch)
+    lab = Lab()
+    for i in range(20):
+        lab.is_at(f"misfit:{i}", spec_of("P", 16, 16, window=8))
+        lab.answers[f"garbage:{i}"] = Description(descriptor=b"\x80")
+        assert "group" in lab.look(f"misfit:{i}").reason
+        assert lab.look(f"garbage:{i}").reason
+    assert looked.count == 2
+    monkeypatch.setattr(descriptions, "_MOST_REFUSED", 2)
+    for i in range(5):
+        lab.answers[f"other:{i}"] = Description(descriptor=b"\x80" * i)
+        assert lab.look(f"other:{i}").reason
+    assert len(lab.peers._descriptions._refused) <= 3
+
+
+def test_other_names_of_a_peer_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = Looked(monkeypatch)
+    lab = Lab()
+    for i in range(20):
+        lab.is_at(f"alias-{i}:1", spec_of("P", 16))
+        assert lab.ready(f"alias-{i}:1").address == f"alias-{i}:1"
+    assert looked.count == 1
+
+
+def test_a_description_that_is_too_large_is_not_looked_into(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = Looked(monkeypatch)
+    lab = Lab()
+    most = lab.peers._descriptions._most_bytes
+    for size in (most + 1, 16 << 20):
+        lab.answers["p:1"] = Description(descriptor=bytes(size))
+        assert f"{size} bytes, more than the {most}" in lab.look("p:1").reason
+        lab.clock.now += DEAD_TTL
+    assert not looked.count
+    lab.answers["p:1"] = Description(descriptor=bytes(most))
+    lab.clock.now += DEAD_TTL
+    lab.look("p:1")
+    assert looked.count == 1
+
+
+def large(name: str, ranks: int, layers: int, order: str) -> EngineDescriptor:
+    """An engine of a large model, with what NIXL says of a machine with many NICs."""
+    group = GroupSpec(block_size=64, layers=layers, heads=1, head_size=128, order=order)
+    spec = RankSpec(name, (group,), 20_000, tp_size=ranks)
+    made = [
+        structs.replace(
+            decode_rank(introduction(replace(spec, rank=rank), rank + 1)),
+            agent_metadata=bytes(2000),
+        )
+        for rank in range(ranks)
+    ]
+    return describe_engine(spec.info(), CONFIG, made)
+
+
+@pytest.mark.parametrize("ours", ["NHD", "HND"])
+@pytest.mark.parametrize("theirs", ["NHD", "HND"])
+def test_engines_of_other_sizes_are_not_too_large(ours: str, theirs: str) -> None:
+    for mine, peer in ((1, 16), (8, 32)):
+        known = descriptions.Descriptions(large("D", mine, 80, ours))
+        assert not known.refusal(encode_engine(large("P", peer, 80, theirs)))
+
+
 def test_who_does_not_answer_is_dead_for_a_while() -> None:
     lab = Lab()
     assert lab.look("p:1") == Outlook()
@@ -169,7 +312,7 @@ def test_who_does_not_answer_is_dead_for_a_while() -> None:
 
 def test_a_question_that_is_lost_in_the_channel_is_not_waited_for() -> None:
     lab = Lab()
-    lab.channel.take = list  # type: ignore[method-assign]
+    lab.channel.take = lambda wait: []  # type: ignore[method-assign]
     assert lab.look("p:1") == Outlook()
     lab.clock.now += 2 * TIMEOUT
     assert lab.look("p:1").reason
@@ -302,3 +445,40 @@ def test_addresses_are_forgotten_when_there_are_too_many(
     assert lab.peers.knows(read)
     assert not lab.peers.knows(idle)
     assert "in use" in lab.look("one more").reason
+
+
+def test_a_limit_of_ours_does_not_make_a_peer_dead() -> None:
+    lab = Lab()
+    lab.answers["p:1"] = Reply(0, None, "no room", local=True)
+    for _ in range(3):
+        assert lab.look("p:1") == Outlook()
+    assert lab.asked == ["p:1"], "not without a pause"
+    lab.clock.now += 0.2
+    lab.is_at("p:1", spec_of("P", 16))
+    peer = lab.ready("p:1")
+    lab.clock.now += 2.0
+    lab.answers["p:1"] = Reply(0, None, "no room", local=True)
+    assert lab.look("p:1", doubted=lab.clock.now) == Outlook()
+    assert lab.ready("p:1", came=lab.clock.now) is peer
+    assert lab.peers.states == {"p:1": "ready"}
+
+
+def test_addresses_that_clients_make_up_do_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lab = Lab()
+    lab.is_at("p:1", spec_of("P", 16))
+    lab.ready("p:1")
+    with caplog.at_level(logging.WARNING, "vllm.kvplugin.nixl"):
+        for kind in (False, True):
+            for i in range(40):
+                lab.answers[f"h{i}:{kind:d}"] = Reply(0, None, "nobody", final=kind)
+                assert lab.look(f"h{i}:{kind:d}").reason
+        assert len(caplog.messages) == 2, "one of each kind"
+        lab.clock.now += 61
+        lab.answers["last:1"] = Reply(0, None, "nobody")
+        lab.look("last:1")
+        assert "(40 since the last such line)" in caplog.messages[2]
+        lab.answers["p:1"] = Reply(0, None, "it is gone")
+        lab.look("p:1", doubted=lab.clock.now)
+    assert "engine at p:1" in caplog.messages[3], "one that was there is named"

@@ -1,8 +1,12 @@
 """Reads under way, rank by rank; blocks that hold less than their hashes promise."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from kvplugin.connectors.nixl.messages import VERSION, Completion, GroupRead, Report
+from kvplugin.connectors.nixl.peers import Peer
 from kvplugin.connectors.nixl.reads_under_way import Read, ReadsUnderWay
 from kvplugin.connectors.nixl.requests import Phase
 from kvplugin.contract import Step
@@ -67,6 +71,28 @@ def test_a_deadline_passes_once_and_blocks_count_until_the_end() -> None:
     reads.overdue_blocks = 0
     with pytest.raises(IntegrityError, match="overdue"):
         reads.check()
+
+
+def test_a_peer_is_silent_for_the_reads_that_came_after_its_last_good_end() -> None:
+    _, reads = under_way()
+    a, b = (cast(Peer, SimpleNamespace(peer_id=name)) for name in "ab")
+    part = GroupRead(0, 0, 16, [1], [7])
+    of_a = [reads.begin(f"a{n}", [part], peer=a) for n in range(4)]
+    of_b = reads.begin("b", [part], peer=b)
+    assert all(map(reads.is_silent, [*of_a, of_b]))
+    for rank in (0, 1):
+        list(reads.ended(report(rank, of_a[0], error="stale")))
+    assert reads.is_silent(of_a[1]), "that was no good end"
+    list(reads.ended(report(0, of_a[2])))
+    assert reads.is_silent(of_a[1]), "rank 1 has not"
+    list(reads.ended(report(1, of_a[2])))
+    later = reads.begin("later", [part], peer=a)
+    silent = [reads.is_silent(read) for read in (of_a[1], of_a[3], later, of_b)]
+    assert silent == [False, False, True, True]
+    reads.check()
+    for rank in (0, 1):
+        list(reads.ended(report(rank, of_a[1], of_a[3], later, of_b)))
+    assert not reads._peers, "nothing is kept of peers that nothing is read from"
 
 
 def test_a_read_is_awaited_until_every_rank_has_told_that_it_failed() -> None:

@@ -118,7 +118,7 @@ def test_other_layouts_and_block_sizes(
         assert end_of(rank, number).error == ""
         assert_rows_equal(rank, PRODUCER, producer.memory, part)
     assert rank.worker._memory is not None
-    assert rank.worker._memory.staging.num_free == 4
+    assert len(rank.worker._memory.staging._free) == 4
     rank.worker.close()
 
 

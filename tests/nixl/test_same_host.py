@@ -120,6 +120,7 @@ class TestErrors:
             return -1
 
         monkeypatch.setattr(same_host, "_readv", refuse)
+        monkeypatch.setattr(same_host, "_readv_held", refuse)
         target = np.zeros(8, np.uint8)
         with pytest.raises(TransferError, match=why):
             read(os.getpid(), [(4096, target.ctypes.data, 8)]).poll()

@@ -214,3 +214,23 @@ def test_health_says_what_is_there() -> None:
     )
     consumer.add("b", PROMPT, params)
     assert consumer.half._health().peers == {producer.address: "ready"}
+
+
+def test_peers_that_are_met_at_once_are_looked_into_one_a_step() -> None:
+    """The last one is met without a further answer from anybody."""
+    network, first, consumer = pair()
+    others = [
+        Engine(network, spec(f"P{i}", 4), Role.PRODUCER, 5600 + i) for i in (1, 2, 3)
+    ]
+    producers = [first, *others]
+    requests = [
+        consumer.add(f"d{i}", PROMPT, producer.prefill(f"p{i}", PROMPT))
+        for i, producer in enumerate(producers)
+    ]
+    assert consumer.half._peers is not None
+    for met in (1, 1, 2, 3, 4):  # the first when its request came
+        assert len(consumer.half._peers.states) == met
+        consumer.step()
+    drain(consumer, *producers)
+    assert [request.loaded for request in requests] == [len(PROMPT) - 1] * 4
+    assert describes(consumer) == 4

@@ -106,6 +106,51 @@ def test_a_read_past_its_deadline_is_given_up_and_its_blocks_stay() -> None:
     assert again.loaded
 
 
+def test_a_peer_that_others_are_read_from_is_busy_and_not_dead() -> None:
+    """Three reads pass their deadline while others of their peer end well; then they
+    end as failed, as nothing of them was begun."""
+    network, producer, consumer = pair()
+    late = [
+        consumer.add(f"l{n}", PROMPT, producer.prefill(f"p{n}", PROMPT)) for n in "abc"
+    ]
+    good = consumer.add("g", PROMPT, producer.prefill("p", PROMPT))
+    consumer.step()
+    (worker,) = consumer.workers
+    of = {reading.order.request_id: read for read, reading in worker.readings.items()}
+    network.clock.now += READ_TIMEOUT / 2
+    worker.sample(of["g"])
+    worker.verify(of["g"])
+    consumer.step()
+    assert good.loaded
+    network.clock.now += READ_TIMEOUT / 2
+    consumer.step()
+    assert counters(consumer)["given_up_reads"] == len(late)
+    for request in late:
+        worker.finish(of[request.request_id], error="nobody waits for it any more")
+    consumer.step()
+    after = consumer.add("after", PROMPT, producer.prefill("q", PROMPT))
+    drain(consumer, producer)
+    assert after.loaded, "its peer is not dead"
+    assert not any(request.loaded for request in late)
+
+
+def test_a_peer_that_was_well_before_an_order_is_dead_if_that_does_not_end() -> None:
+    network, producer, consumer = pair()
+    before = consumer.add("b", PROMPT, producer.prefill("a", PROMPT))
+    drain(consumer, producer)
+    assert before.loaded
+    consumer.add("late", PROMPT, producer.prefill("p", PROMPT))
+    consumer.step()
+    network.clock.now += READ_TIMEOUT
+    consumer.step()
+    stats = consumer.half.take_stats()
+    assert stats is not None
+    assert stats.gauges["dead_peers"] == 1
+    after = consumer.add("after", PROMPT, producer.prefill("q", PROMPT))
+    drain(consumer, producer)
+    assert not after.loaded
+
+
 def test_reports_that_are_late_repeated_or_of_nobody_change_nothing() -> None:
     _network, producer, consumer = pair(consumer=spec("D", 4, ranks=2))
     reports: list[bytes] = []

@@ -59,6 +59,52 @@ def test_a_request_with_wrong_parameters_computes(
     drain(consumer, producer)
 
 
+def test_many_wrong_parameters_are_one_line_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network, producer, consumer = pair()
+    wrong = {"do_remote_prefill": 7}
+
+    def comes_and_goes(name: str) -> None:
+        request = Request(name, [1, 2], wrong)
+        consumer.half.arrived(request)
+        consumer.half.finished(request)
+
+    with caplog.at_level(logging.WARNING, "vllm.kvplugin.nixl"):
+        for i in range(20):
+            comes_and_goes(f"b{i}")
+        assert len(caplog.messages) == 1
+        assert "do_remote_prefill" in caplog.messages[0]
+        network.clock.now += 61
+        comes_and_goes("c")
+        assert "(20 since the last such line)" in caplog.messages[1]
+    assert counters(consumer)["invalid_params"] == 21
+    drain(consumer, producer)
+
+
+def test_a_limit_of_ours_costs_the_request_and_not_the_peer() -> None:
+    network, producer, consumer = pair()
+    params = [producer.prefill(name, PROMPT) for name in "ab"]
+    network.script = lambda _, question: (
+        Reply(0, None, "too many questions", local=True)
+        if isinstance(question, Open)
+        else None
+    )
+    request = consumer.add("c", PROMPT, params[0])
+    consumer.run()
+    assert (request.loaded, request.computed) == (0, len(PROMPT))
+    network.script = None
+    other = [*PROMPT, 1, 2, 3]
+    assert consumer.half._peers is not None
+    assert set(consumer.half._peers.states.values()) == {"ready"}
+    request = Request("d", other, params[1])
+    consumer.half.arrived(request)
+    assert consumer.half.lookup(request, 0).tokens, "the peer is asked as ever"
+    consumer.half.finished(request)
+    network.clock.now += LEASE + 1
+    drain(consumer, producer)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -149,7 +195,7 @@ def test_nor_if_the_channel_never_says_anything(
 ) -> None:
     network, producer, consumer = pair()
     params = producer.prefill("a", PROMPT)
-    monkeypatch.setattr(consumer.channel, "take", list)
+    monkeypatch.setattr(consumer.channel, "take", lambda wait: [])
     network.holds = True
     for name in ("b", "c", "d"):
         request = Request(name, list(PROMPT), params)

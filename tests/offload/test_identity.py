@@ -85,6 +85,7 @@ AGREED = {
     },
     "hash_block_size": engine(hash_block_size=32),
     "world_size": engine(world_size=4),
+    "tp_size": engine(tp_size=2),
     "groups[0].kind": group(kind=GroupKind.CHUNKED_LOCAL),
     "groups[0].block_size": group(block_size=128),
     "groups[0].window": group(window=1024),
@@ -254,6 +255,7 @@ IDENTITIES = st.builds(
     num_blocks=st.just(1),
     hash_block_size=SIZES,
     world_size=SIZES,
+    tp_size=SIZES,
     rank=SIZES,
     model=MODELS,
 ).map(StoreIdentity.of)

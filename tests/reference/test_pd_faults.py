@@ -45,10 +45,15 @@ def test_scenario_58_aborts_on_the_consumer(state: str, layers: Any) -> None:
     with Pair(layers, block_size=8) as pair:
         params = pair.prefill(tokens(40))
         held = Held(pair.d)
-        id_ = pair.d.add(tokens(40), 8, params)
         half: Any = pair.d.engine.scheduler_half
+        questions = half._pulls._openings._questions
+        hear = questions.hear
+        if state == "asked":
+            questions.hear = lambda wait=0.0: False  # no answer has come yet
+        id_ = pair.d.add(tokens(40), 8, params)
         if state == "asked":
             pair.d.engine.step()
+            questions.hear = hear
         elif state == "granted":
             pull = half._pulls._pulls[id_]
 

@@ -149,8 +149,8 @@ def test_processes_that_die() -> None:
     blocks = {"block_size": 8}
     connector = {
         "backends": [],
-        "kv_lease_duration": 1.0,
-        "handshake_timeout_s": 2.0,
+        "kv_lease_duration": 5.0,
+        "handshake_timeout_s": 5.0,
         "dead_peer_ttl_s": 0.0,
     }
     with processes("full", connector, blocks, blocks) as both:

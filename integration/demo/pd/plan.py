@@ -174,8 +174,6 @@ def router_words(
         "--prometheus-port": str(metrics_port),
         "--prefill": prefill.url,
         "--decode": decode.url,
-        # A request that failed here shall be seen, not tried again.
-        "--retry-max-retries": "1",
         "--worker-startup-check-interval": "1",
     }
     return [program, "--vllm-pd-disaggregation", *_words(options)]

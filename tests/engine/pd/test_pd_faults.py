@@ -6,7 +6,7 @@ Every request ends with the right text, in bounded time, and blocks come back.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,28 @@ READING = "WAITING_FOR_REMOTE_KVS"
 PATIENCE = 100.0
 """Seconds in which whatever was wrong must be over: ten times the longest deadline."""
 
-StartProducer = Callable[..., EngineHost]
+
+class Producers:
+    """Engines that prefill, and are there to die."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        self._living: EngineHost | None = None
+
+    def start(self, port: int | None = None) -> EngineHost:
+        """One more."""
+        return self._engines.start(ours("producer", port, kv_lease_duration=10.0))
+
+    def living(self) -> EngineHost:
+        """The same one until a test kills it."""
+        if self._living is None:
+            self._living = self.start()
+        return self._living
+
+    def kill(self, host: EngineHost) -> None:
+        os.kill(host.pid, signal.SIGKILL)
+        if host is self._living:
+            self._living = None
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +58,20 @@ def consumer(tiny_engines: Engines) -> EngineHost:
     )
 
 
-@pytest.fixture
-def start_producer(llama: Path, tmp_path: Path) -> Iterator[StartProducer]:
+@pytest.fixture(scope="module")
+def producers(
+    llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Producers]:
     engines = Engines(
-        tmp_path,
+        tmp_path_factory.mktemp("producers"),
         model=str(llama),
         skip_tokenizer_init=True,
         kv_cache_memory_bytes=4 << 20,
         block_size=64,
         max_model_len=1024,
     )
-
-    def start(port: int | None = None) -> EngineHost:
-        return engines.start(ours("producer", port, kv_lease_duration=10.0))
-
-    yield start
+    yield Producers(engines)
     engines.close()
-
-
-def kill(host: EngineHost) -> None:
-    os.kill(host.pid, signal.SIGKILL)
 
 
 class Case:
@@ -84,21 +99,33 @@ def counted(consumer: EngineHost, name: str) -> float:
     return consumer.run(asking.metrics).get(f"vllm:kvplugin_nixl_{name}", 0.0)
 
 
-def test_a_producer_dies_and_another_one_comes_in_its_place(consumer, start_producer):
-    port = free_port()
-    producer = start_producer(port)
+def test_a_producer_dies_before_a_read(consumer, producers):
+    producer = producers.living()
     case = Case(consumer, "before")
     (params,) = producer.run(handing.prefill, [case.prompt])
+    before = counted(consumer, "reads")
     case.decode(params)
     read = counted(consumer, "reads")
+    assert read == before + 1
 
     case = Case(consumer, "dies before")
     (params,) = producer.run(handing.prefill, [case.prompt])
-    kill(producer)
+    producers.kill(producer)
     case.decode(params)
     assert counted(consumer, "reads") == read
 
-    producer = start_producer(port)
+
+@pytest.mark.full
+def test_a_producer_dies_and_another_one_comes_in_its_place(consumer, producers):
+    port = free_port()
+    producer = producers.start(port)
+    case = Case(consumer, "is there")
+    (params,) = producer.run(handing.prefill, [case.prompt])
+    case.decode(params)
+    producers.kill(producer)
+
+    producer = producers.start(port)
+    read = counted(consumer, "reads")
     case = Case(consumer, "another")
     (params,) = producer.run(handing.prefill, [case.prompt])
     for _ in range(2):  # once it may still be taken for dead
@@ -111,33 +138,33 @@ def test_a_producer_dies_and_another_one_comes_in_its_place(consumer, start_prod
 
 
 @pytest.mark.full
-def test_a_producer_dies_during_a_read(consumer, start_producer):
-    producer = start_producer()
+def test_a_producer_dies_during_a_read(consumer, producers):
+    producer = producers.living()
     case = Case(consumer, "dies during")
     (params,) = producer.run(handing.prefill, [case.prompt])
     consumer.run(faults.hold_reads, True)
     assert consumer.run(faults.begin, case.prompt, params, READING)
-    kill(producer)
+    producers.kill(producer)
     failed = counted(consumer, "failed_reads")
     case.ends_well(consumer.run(faults.finish))
     assert counted(consumer, "failed_reads") == failed + 1
 
 
 @pytest.mark.full
-def test_a_producer_dies_after_a_read(consumer, start_producer):
-    producer = start_producer()
+def test_a_producer_dies_after_a_read(consumer, producers):
+    producer = producers.living()
     case = Case(consumer, "dies after")
     (params,) = producer.run(handing.prefill, [case.prompt])
     assert consumer.run(faults.begin, case.prompt, params, "RUNNING")
-    kill(producer)
+    producers.kill(producer)
     case.ends_well(consumer.run(faults.finish))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("status", ["WAITING", READING, "RUNNING"])
-def test_a_consumer_dies(llama, tmp_path, start_producer, status):
+def test_a_consumer_dies(llama, tmp_path, producers, status):
     """What it was given comes back to the producer."""
-    producer = start_producer()
+    producer = producers.living()
     engines = Engines(tmp_path / "..", model=str(llama), skip_tokenizer_init=True)
     doomed = engines.start(
         ours("consumer"),
@@ -149,39 +176,43 @@ def test_a_consumer_dies(llama, tmp_path, start_producer, status):
     (params,) = producer.run(handing.prefill, [prompt])
     doomed.run(faults.hold_reads, status == READING)
     assert doomed.run(faults.begin, prompt, params, status)
-    kill(doomed)
+    os.kill(doomed.pid, signal.SIGKILL)
     assert not any(producer.run(handing.settle, PATIENCE).values())
     engines.close()
 
 
 @pytest.mark.full
-def test_a_producer_is_halted_before_it_has_answered(consumer, start_producer):
-    producer = start_producer()
+def test_a_producer_is_halted_before_it_has_answered(consumer, producers):
+    producer = producers.living()
     case = Case(consumer, "halted")
     (params,) = producer.run(handing.prefill, [case.prompt])
     os.kill(producer.pid, signal.SIGSTOP)
-    case.decode(params)
-    os.kill(producer.pid, signal.SIGCONT)
+    try:
+        case.decode(params)
+    finally:
+        os.kill(producer.pid, signal.SIGCONT)
     assert not any(producer.run(handing.settle).values())
 
 
 @pytest.mark.full
-def test_a_producer_is_halted_during_a_read(consumer, start_producer):
-    producer = start_producer()
+def test_a_producer_is_halted_during_a_read(consumer, producers):
+    producer = producers.living()
     case = Case(consumer, "halted during")
     (params,) = producer.run(handing.prefill, [case.prompt])
     consumer.run(faults.hold_reads, True)
     assert consumer.run(faults.begin, case.prompt, params, READING)
     os.kill(producer.pid, signal.SIGSTOP)
-    case.ends_well(consumer.run(faults.finish))
-    os.kill(producer.pid, signal.SIGCONT)
+    try:
+        case.ends_well(consumer.run(faults.finish))
+    finally:
+        os.kill(producer.pid, signal.SIGCONT)
     assert not any(producer.run(handing.settle).values())
 
 
-def test_what_is_read_after_the_lease_is_thrown_away(consumer, start_producer):
+def test_what_is_read_after_the_lease_is_thrown_away(consumer, producers):
     """Scenario: the consumer is halted for longer than the lease lasts, and the
     producer has used the blocks again."""
-    producer = start_producer()
+    producer = producers.living()
     case = Case(consumer, "too late")
     (params,) = producer.run(handing.prefill, [case.prompt])
     consumer.run(faults.hold_reads, True)
@@ -199,28 +230,28 @@ def test_what_is_read_after_the_lease_is_thrown_away(consumer, start_producer):
 
 
 @pytest.mark.full
-def test_two_producers_serve_one_consumer(consumer, start_producer):
-    producers = [start_producer(), start_producer()]
+def test_two_producers_serve_one_consumer(consumer, producers):
+    both = [producers.living(), producers.start()]
     prompts = [tokens(f"faults two {i}", 200 + 50 * i) for i in range(8)]
     expected = consumer.run(asking.ask, prompts)
     assert consumer.run(asking.reset)
     read = counted(consumer, "reads")
     params = [
-        producers[i % 2].run(handing.prefill, [prompt])[0]
+        both[i % 2].run(handing.prefill, [prompt])[0]
         for i, prompt in enumerate(prompts)
     ]
     answers = consumer.run(handing.decode, prompts, params)
     for answer, other in zip(answers, expected, strict=True):
         assert_close(other, answer, NOISE)
     assert counted(consumer, "reads") == read + len(prompts)
-    for host in (consumer, *producers):
+    for host in (consumer, *both):
         assert not any(host.run(handing.settle).values())
 
 
 @pytest.mark.full
-def test_requests_that_read_are_preempted(llama, tmp_path, start_producer):
+def test_requests_that_read_are_preempted(llama, tmp_path, producers):
     """The consumer's pool is too small for all of them to grow."""
-    producer = start_producer()
+    producer = producers.living()
     engines = Engines(tmp_path / "..", model=str(llama), skip_tokenizer_init=True)
     consumer = engines.start(
         ours("consumer"),

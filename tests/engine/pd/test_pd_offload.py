@@ -10,6 +10,7 @@ from tests.engine.pd.hosts import Engines, ours, several
 from tests.engine.prompts import tokens
 
 NOISE = 0.02
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,7 @@ def test_the_environment_can_switch_it_off(tiny_engines: Engines):
     engine.close()
 
 
+@pytest.mark.full
 def test_a_port_that_is_taken_ends_the_start_by_its_key(tiny_engines, taken_port):
     with pytest.raises(EngineStartError, match=re.escape(str(taken_port))) as error:
         tiny_engines.start(ours("producer", taken_port))
