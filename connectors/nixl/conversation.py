@@ -28,6 +28,8 @@ RESEND_S: Final = 1.0
 """After which a question is asked again, as long as it has time."""
 CLOSE_S: Final = 10.0
 """For which closing a lease is tried."""
+MAX_UNTOLD: Final = 64
+"""Leases that a peer is told of with its first answer; others end by themselves."""
 MAX_TRIES: Final = 10
 """Of one question: no peer makes us send for ever."""
 MAX_ASKED: Final = 4096
@@ -87,6 +89,8 @@ class Conversation:
         self._by_sequence: dict[int, int] = {}
         self._opens: dict[Lease, int] = {}
         self._kept = KeptLeases()
+        self._untold: list[Lease] = []
+        """Dropped before the peer has answered anything."""
         self._due = float("inf")
         """Nothing is to be done before."""
         self.is_silent = True
@@ -125,14 +129,16 @@ class Conversation:
 
     def drop(self, lease: str, reader: str, now: float) -> None:
         """Renew it no longer, and close it. An `Open` of it that is not answered is
-        not asked again: it would open what is closed. Who has never answered has no
-        lease of ours, and is told nothing."""
+        not asked again: it would open what is closed. Who has never answered is told
+        when he does, and nothing before: he may be anybody."""
         self._kept.drop((lease, reader))
         number = self._opens.get((lease, reader))
         if number is not None:
             self._end(self._forget(number).ticket, "the lease was dropped")
         if self.is_known:
             self.ask(None, wire.Close(lease=lease, reader=reader), CLOSE_S, now)
+        elif len(self._untold) < MAX_UNTOLD:
+            self._untold.append((lease, reader))
 
     def drop_all(self, now: float) -> None:
         """Close every lease that is kept."""
@@ -151,6 +157,10 @@ class Conversation:
         be sent again, renew leases."""
         if now < self._due:
             return
+        if self.is_known:
+            untold, self._untold = self._untold, []
+            for lease, reader in untold:
+                self.drop(lease, reader, now)
         for number, asked in list(self._asked.items()):
             if asked.deadline <= now:
                 self._expire(number)
@@ -265,6 +275,8 @@ class Conversation:
             )
             return
         self.is_known = True
+        if self._untold:
+            self._due = float("-inf")
         try:
             answer = wire.decode_answer(body)
         except IntegrityError as error:

@@ -280,6 +280,18 @@ def test_a_stranger_is_told_of_no_lease(peer: Peer) -> None:
     assert not peer.seen
 
 
+def test_who_was_a_stranger_is_told_when_he_has_answered(peer: Peer) -> None:
+    peer.ask(wire.Describe())
+    peer.talk.drop("lease", "reader", peer.now)
+    assert len(peer.sent()) == 1, "a hello"
+    peer.talk.fail("lost")
+    assert not peer.sent()
+    peer.ask(wire.Describe())
+    peer.run()
+    closes = [question for question in peer.seen if isinstance(question, wire.Close)]
+    assert closes == [wire.Close(lease="lease", reader="reader")]
+
+
 # -- bounds ----------------------------------------------------------------------------
 
 
