@@ -35,7 +35,7 @@ class Axis(NamedTuple):
 
 class Side(NamedTuple):
     """Where a box begins on one side: offset + block * block_stride + place of the
-    chunk in its block * chunk_stride, in bytes."""
+    chunk in its block * chunk_stride, in bytes; 0 where a block is one chunk."""
 
     offset: int
     block_stride: int
@@ -156,8 +156,10 @@ def plan_conversion(
         heads = HeadSlice(0, 0, source.heads)
     _check_heads(heads, source, target)
     rows = math.gcd(source.rows, target.rows)
+    chunks = source.rows // rows, target.rows // rows
     boxes = [
-        _box(s, t, heads, rows) for s, t in zip(source.parts, target.parts, strict=True)
+        _box(s, t, heads, rows, chunks)
+        for s, t in zip(source.parts, target.parts, strict=True)
     ]
     for box in boxes:
         if len(box.axes) > MAX_AXES:
@@ -201,7 +203,14 @@ def _check_heads(heads: HeadSlice, source: KVLayout, target: KVLayout) -> None:
             raise _refusal(f"{heads} is not among the heads", source, target)
 
 
-def _box(source: Part, target: Part, heads: HeadSlice, rows: int) -> Box:
+def _box(
+    source: Part, target: Part, heads: HeadSlice, rows: int, chunks: Sequence[int]
+) -> Box:
+    """The rows of a part in one chunk of so many; `chunks` in a block of each side."""
+    steps = [
+        rows * part.token_stride * (count > 1)
+        for part, count in zip((source, target), chunks, strict=True)
+    ]
     columns, piece = _columns(source, target)
     axes = [
         Axis(rows, source.token_stride, target.token_stride),
@@ -211,11 +220,11 @@ def _box(source: Part, target: Part, heads: HeadSlice, rows: int) -> Box:
     merged, nbytes = _merge(axes, piece)
     first = heads.source_first * source.head_stride
     return Box(
-        Side(source.offset + first, source.block_stride, rows * source.token_stride),
+        Side(source.offset + first, source.block_stride, steps[0]),
         Side(
             target.offset + heads.target_first * target.head_stride,
             target.block_stride,
-            rows * target.token_stride,
+            steps[1],
         ),
         merged,
         nbytes,

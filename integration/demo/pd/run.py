@@ -1,5 +1,6 @@
 """Start the deployment, ask it, compare, and end it."""
 
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,6 +17,8 @@ from kvplugin.integration.vllm.versions import vllm_version
 
 START_LIMIT_S: Final = 600.0
 METRICS_LIMIT_S: Final = 3.0
+ENDING_S: Final = 2.0
+"""A program that has dropped its connections ends within this, if it does."""
 WARM_UP: Final = Question("warm-up", "What is the capital of France? " * 30)
 """Pays for what only a first request pays: the servers meet, memory is touched."""
 
@@ -60,7 +63,10 @@ def _case(
         )
         alone = ask(plan.prefill, question.message, ANSWER_TOKENS)
     except KVPluginError:
+        # A program whose connection is gone is gone itself a moment later.
+        soon = time.monotonic() + ENDING_S
         for one in started:
+            one.wait(soon)
             one.check(" while it was asked")
         raise
     return Case(
