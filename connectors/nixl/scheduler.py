@@ -229,12 +229,14 @@ class NixlScheduler:
 
     def arrived(self, request: PeerRequestView) -> int:
         """Ask at once for what the request's client says another engine has of it."""
-        if request.request_id not in self._arrived:
-            self._arrived.add(request.request_id)
-            self._arrive(request)
+        self._arrive(request)
         return self._handovers.leave_away(request)
 
     def _arrive(self, request: PeerRequestView) -> None:
+        """Once a request."""
+        if request.request_id in self._arrived:
+            return
+        self._arrived.add(request.request_id)
         try:
             source = self._source(request)
         except ParamsError as error:
@@ -276,9 +278,7 @@ class NixlScheduler:
     def lookup(self, request: RequestView, num_local_tokens: int) -> Lookup:
         """Tokens that another engine has beyond the local hit; `LATER` until it has
         said so, for `handshake_timeout_s` at most."""
-        if request.request_id not in self._arrived:
-            self._arrived.add(request.request_id)
-            self._arrive(request)  # type: ignore[arg-type]  # engines without `arrived`
+        self._arrive(request)  # type: ignore[arg-type]  # engines without `arrived`
         if self._pulls is None:
             return MISS
         self._pulls.hear()

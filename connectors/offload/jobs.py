@@ -1,22 +1,15 @@
 """Copies under way, as the scheduler half knows them."""
 
-import itertools
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvplugin.connectors.offload.admissions import Admission
 from kvplugin.connectors.offload.host_tier import Reservation
-from kvplugin.connectors.offload.messages import (
-    BlockPairs,
-    Completion,
-    CopyOrder,
-    Report,
-)
+from kvplugin.connectors.offload.messages import BlockPairs, Completion, CopyOrder
 from kvplugin.connectors.offload.requests import RequestState
-from kvplugin.errors import IntegrityError
+from kvplugin.connectors.under_way import UnderWay
 
 J = TypeVar("J", bound="Job")
 
@@ -38,20 +31,11 @@ class Job(ABC):
         """As of its order."""
         return self.order.engine_ids
 
-    def report(self, rank: int, done: Completion) -> bool:
-        """One rank's result.
-
-        Returns:
-            True when it was the last one missing; a second report of a rank is
-            ignored.
-        """
-        if rank not in self.ranks:
-            return False
-        self.ranks.remove(rank)
+    def count(self, done: Completion) -> None:
+        """Take in one rank's result."""
         self.error = self.error or done.error
         self.nbytes += done.nbytes
         self.seconds += done.seconds
-        return not self.ranks
 
     @abstractmethod
     def uses(self) -> Iterator[tuple[int, int]]:
@@ -94,108 +78,24 @@ class LoadJob(Job):
                 yield group, slot
 
 
-class JobTable:
-    """All jobs under way, and which of them take too long.
-
-    Args:
-        ranks: that report each job.
-        clock: monotonic seconds.
-        timeout: seconds after which a job is overdue.
-    """
-
-    def __init__(self, ranks: int, clock: Callable[[], float], timeout: float) -> None:
-        self.overdue_blocks = 0
-        """Engine blocks of overdue jobs."""
-        self._ranks = ranks
-        self._clock = clock
-        self._timeout = timeout
-        self._ids = itertools.count()
-        self._jobs: dict[int, Job] = {}
-        self._by_age: deque[int] = deque()
-        self._overdue: set[int] = set()
-        self._executed: dict[int, int] = {}
-
-    def __iter__(self) -> Iterator[Job]:
-        """Oldest first."""
-        return iter(self._jobs.values())
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    @property
-    def num_in_time(self) -> int:
-        """Jobs that are not overdue."""
-        return len(self._jobs) - len(self._overdue)
+class JobTable(UnderWay[Job]):
+    """All jobs under way, and which of them take too long."""
 
     def order(
         self, state: RequestState, parts: list[BlockPairs], refusal: str = ""
     ) -> CopyOrder:
         """A fresh order."""
-        return CopyOrder(next(self._ids), state.request.request_id, parts, refusal)
-
-    def new_ranks(self) -> set[int]:
-        """All that have to report a job."""
-        return set(range(self._ranks))
+        return CopyOrder(self.new_id(), state.request.request_id, parts, refusal)
 
     def get(self, job_id: int) -> Job | None:
         """A job under way."""
-        return self._jobs.get(job_id)
-
-    def add(self, job: Job) -> None:
-        """The job is given out."""
-        self._jobs[job.order.id] = job
-        self._by_age.append(job.order.id)
-
-    def ended(self, report: Report) -> Iterator[Job]:
-        """Take a report; jobs of which it was the last one missing. Late and repeated
-        ones change nothing."""
-        latest = self._executed.get(report.rank, -1)
-        self._executed[report.rank] = max(latest, report.step)
-        for done in report.completions:
-            job = self._jobs.get(done.id)
-            if job is not None and job.report(report.rank, done):
-                del self._jobs[done.id]
-                if done.id in self._overdue:
-                    self._overdue.remove(done.id)
-                    self.overdue_blocks -= len(job.engine_ids)
-                yield job
-
-    def pop_overdue(self) -> list[Job]:
-        """Jobs whose deadline has passed since the last call, oldest first."""
-        latest = self._clock() - self._timeout
-        late = []
-        while self._by_age:
-            job = self._jobs.get(self._by_age[0])
-            if job is not None and job.started > latest:
-                break
-            self._by_age.popleft()
-            if job is not None:
-                self._overdue.add(job.order.id)
-                self.overdue_blocks += len(job.engine_ids)
-                late.append(job)
-        return late
+        return self._pending.get(job_id)
 
     @property
     def awaited_loads(self) -> Iterator[LoadJob]:
         """Loads that some rank has not told the engine to have ended or failed."""
-        known = len(self._executed) == self._ranks
-        executed = min(self._executed.values()) if known else -1
-        for job in self.of_kind(LoadJob):
-            if job.given_up_by is None or job.given_up_by > executed:
-                yield job
+        return self.untold(self.of_kind(LoadJob))
 
     def of_kind(self, kind: type[J]) -> Iterator[J]:
         """Jobs of one kind, oldest first."""
-        return (job for job in self._jobs.values() if isinstance(job, kind))
-
-    def check(self) -> None:
-        """Verify the account of overdue jobs.
-
-        Raises:
-            IntegrityError: it is wrong.
-        """
-        blocks = sum(len(self._jobs[id_].engine_ids) for id_ in self._overdue)
-        if blocks != self.overdue_blocks:
-            raise IntegrityError(
-                f"{self.overdue_blocks} blocks are said to be overdue, {blocks} are"
-            )
+        return (job for job in self if isinstance(job, kind))
