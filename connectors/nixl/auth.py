@@ -20,7 +20,11 @@ import stat
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvplugin.connectors.nixl.config import NixlConfig
+from kvplugin.connectors.nixl.config import (
+    MAX_SECRET_BYTES,
+    NixlConfig,
+    check_secret,
+)
 from kvplugin.errors import ConfigError, IntegrityError
 
 NONCE_BYTES: Final = 16
@@ -28,8 +32,6 @@ CLIENT_BYTES: Final = 16
 TAG_BYTES: Final = hashlib.sha256().digest_size
 UNSIGNED: Final = bytes(TAG_BYTES)
 """In place of a signature: by somebody whom the question has not convinced."""
-MIN_SECRET_BYTES: Final = 16
-MAX_SECRET_BYTES: Final = 4096
 MAX_CLIENTS: Final = 4096
 """Connections whose questions a server counts at a time."""
 
@@ -51,16 +53,13 @@ def load_secret(config: NixlConfig) -> bytes:
     """The secret of a configuration; empty if there is none.
 
     Raises:
-        ConfigError: both keys are set, the file is not there or readable for others, or
-            the secret is too short.
+        ConfigError: the file is not there, can be read by others, or is no secret.
     """
-    if config.secret and config.secret_file:
-        raise ConfigError("secret and secret_file are both set: keep one of them")
-    if config.secret_file:
-        return _checked("secret_file", _read(config.secret_file))
-    if config.secret:
-        return _checked("secret", config.secret.encode())
-    return b""
+    if not config.secret_file:
+        return config.secret.encode()
+    secret = _read(config.secret_file)
+    check_secret("secret_file", secret)
+    return secret
 
 
 def _read(name: str) -> bytes:
@@ -68,27 +67,20 @@ def _read(name: str) -> bytes:
     try:
         # opened without waiting: a pipe that nobody writes to is no secret
         descriptor = os.open(Path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{key} is not a file")
-            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                mode = stat.S_IMODE(status.st_mode)
-                raise ConfigError(
-                    f"{key} can be read by others (mode {mode:04o}): chmod 600 {name}"
-                )
-            return file.read(MAX_SECRET_BYTES + 1).strip()
     except (OSError, ValueError) as error:  # a ValueError: no name of a file
         raise ConfigError(f"{key} cannot be read: {error}") from error
-
-
-def _checked(key: str, secret: bytes) -> bytes:
-    if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
-        raise ConfigError(
-            f"{key} holds {len(secret)} bytes and must hold {MIN_SECRET_BYTES} to "
-            f"{MAX_SECRET_BYTES}: openssl rand -hex 32 makes one"
-        )
-    return secret
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{key} is not a file")
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(
+                f"{key} can be read by others (mode {stat.S_IMODE(mode):04o}): "
+                f"chmod 600 {name}"
+            )
+        return os.read(descriptor, MAX_SECRET_BYTES + 1).strip()
+    finally:
+        os.close(descriptor)
 
 
 class Signer:

@@ -75,7 +75,7 @@ class Pulls:
             peers, questions, channel, config.handshake_timeout_s, self._miss, clock
         )
         self._orders: list[ReadOrder] = []
-        self._step_may_wait = config.read_wait_ms / 1e3
+        self._step_may_wait = config.grant_wait_ms / 1e3
         """Seconds that are left to the lookups of this step."""
         self._unsound: dict[str, Pull] = {}
         self._name = secrets.token_hex(8)
@@ -132,7 +132,7 @@ class Pulls:
 
     def _wait(self, pull: Pull) -> None:
         """A peer answers within less than a step takes: wait for it a little, once a
-        request and `read_wait_ms` a step, or the next step is the first to know."""
+        request and `grant_wait_ms` a step, or the next step is the first to know."""
         if pull.has_held_a_step or self._step_may_wait <= 0:
             return
         pull.has_held_a_step = True
@@ -237,7 +237,7 @@ class Pulls:
 
     def take_orders(self) -> list[ReadOrder]:
         """Reads ordered since the last call: a step has been decided."""
-        self._step_may_wait = self._config.read_wait_ms / 1e3
+        self._step_may_wait = self._config.grant_wait_ms / 1e3
         for pull in self._unsound.values():
             self._forget(pull.unsound)
         orders, self._orders = self._orders, []

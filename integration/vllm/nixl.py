@@ -9,11 +9,11 @@ from typing import Any, Final, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as v1
 
 from kvplugin.connector_answers import ConnectorAnswers
+from kvplugin.connectors.idle import IdleScheduler, IdleWorker
 from kvplugin.connectors.nixl.config import NixlConfig, Role
 from kvplugin.connectors.nixl.metrics import METRICS
 from kvplugin.connectors.nixl.scheduler import NixlScheduler
 from kvplugin.connectors.nixl.worker import NixlWorker
-from kvplugin.connectors.offload.idle import IdleScheduler, IdleWorker
 from kvplugin.contract import (
     EngineInfo,
     GroupKind,
@@ -102,8 +102,10 @@ class KVPluginNixlConnector(VllmConnector):
         return NixlWorker(engine, config)
 
     def _idle_worker(self, reason: str) -> WorkerHalf:
-        parallel = self._vllm_config.parallel_config
-        return IdleWorker(parallel.rank % parallel.world_size, reason)
+        """It does not introduce itself: the scheduler half, which may have started,
+        then has no whole engine to speak for."""
+        logger.warning("kvplugin nixl is idle on this rank: %s", reason)
+        return IdleWorker()
 
     @property
     def _role_of_engine(self) -> Role:

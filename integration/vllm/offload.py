@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from kvplugin.connectors.coverage import unserved
+from kvplugin.connectors.idle import IdleScheduler, IdleWorker
 from kvplugin.connectors.offload.config import OffloadConfig
-from kvplugin.connectors.offload.idle import IdleScheduler, IdleWorker
 from kvplugin.connectors.offload.metrics import METRICS
+from kvplugin.connectors.offload.refusing import RefusingWorker
 from kvplugin.connectors.offload.scheduler import OffloadScheduler
 from kvplugin.connectors.offload.worker import OffloadWorker
 from kvplugin.contract import EngineInfo, GroupKind, SchedulerHalf, WorkerHalf
@@ -74,7 +75,7 @@ class KVPluginOffloadConnector(VllmConnector):
 
     def _idle_worker(self, reason: str) -> WorkerHalf:
         parallel = self._vllm_config.parallel_config
-        return IdleWorker(parallel.rank % parallel.world_size, reason)
+        return RefusingWorker(parallel.rank % parallel.world_size, reason)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         if isinstance(self._worker, IdleWorker):

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvplugin.connector_answers import ConnectorAnswers
+from kvplugin.connectors.idle import IdleScheduler, IdleWorker
 from kvplugin.connectors.nixl.config import NixlConfig, Role
-from kvplugin.connectors.offload.idle import IdleScheduler, IdleWorker
 from kvplugin.contract import LATER, Lookup
 from kvplugin.errors import ConfigError, LayoutMismatchError
 from kvplugin.integration.vllm import CONNECTORS, cpu_pages
@@ -216,7 +216,7 @@ def test_what_another_connector_says_is_left_to_it(connector, half):
 
 
 def test_halves_that_do_nothing_meet_nobody(connector):
-    connector._scheduler, connector._worker = IdleScheduler(), IdleWorker(0, "why")
+    connector._scheduler, connector._worker = IdleScheduler(), IdleWorker()
     connector._answers = ConnectorAnswers(connector._scheduler)
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Introduction(b"")})
     assert connector.get_handshake_metadata() is None

@@ -68,7 +68,7 @@ def test_all_requests_together_hold_a_step_no_longer_than_one() -> None:
 
 
 def test_nobody_waits_where_that_is_switched_off() -> None:
-    _network, producer, consumer = pair(read_wait_ms=0.0)
+    _network, producer, consumer = pair(grant_wait_ms=0.0)
     patient = Patient(consumer.channel)
     request = arrive(producer, consumer, "a", 100)
     assert consumer.half.lookup(request, 0) == LATER

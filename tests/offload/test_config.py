@@ -79,6 +79,11 @@ def test_a_value_of_the_wrong_type_is_refused_by_its_key(key: str, value: Any) -
         parse(**{key: value})
 
 
+def test_a_word_that_is_none_of_the_known_is_refused_with_all_of_them() -> None:
+    with pytest.raises(ConfigError, match=r"on_start_error is 'ignore' and must be "):
+        parse(on_start_error="ignore")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

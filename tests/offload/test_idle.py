@@ -1,8 +1,9 @@
 """Halves that do nothing, and say so."""
 
+from kvplugin.connectors.idle import IdleScheduler, IdleWorker
 from kvplugin.connectors.offload.config import OffloadConfig
-from kvplugin.connectors.offload.idle import IdleScheduler, IdleWorker
 from kvplugin.connectors.offload.messages import CopyOrder, HostPool, Report
+from kvplugin.connectors.offload.refusing import RefusingWorker
 from kvplugin.connectors.offload.worker import OffloadWorker
 from kvplugin.contract import (
     EMPTY_STEP,
@@ -54,9 +55,19 @@ class TestIdleScheduler:
         self.half.close()
 
 
-class TestIdleWorker:
+def test_an_idle_worker_has_nothing_to_say() -> None:
+    half: WorkerHalf = IdleWorker()
+    half.register({})
+    half.begin_step(b"a plan of whatever")
+    half.end_step()
+    assert half.poll() == NOTHING_HAPPENED
+    assert half.drain() == b""
+    half.close()
+
+
+class TestRefusingWorker:
     def test_it_refuses_every_job_of_a_scheduler_half_that_does_not_know(self) -> None:
-        half: WorkerHalf = IdleWorker(2, "no memory on this rank")
+        half: WorkerHalf = RefusingWorker(2, "no memory on this rank")
         half.register({})
         half.begin_step(
             plan(
@@ -78,7 +89,7 @@ class TestIdleWorker:
         }
 
     def test_it_says_so_once(self) -> None:
-        half = IdleWorker(0, "off")
+        half = RefusingWorker(0, "off")
         message = plan(loads=[order(1, [3], [0])], stores=[])
         half.begin_step(message)
         half.begin_step(message)
@@ -91,7 +102,7 @@ class TestIdleWorker:
         assert half.poll() == NOTHING_HAPPENED
 
     def test_two_plans_between_two_polls_are_both_refused(self) -> None:
-        half = IdleWorker(0, "off")
+        half = RefusingWorker(0, "off")
         half.begin_step(plan(5, loads=[order(1, [3], [0])], stores=[]))
         half.begin_step(plan(6, loads=[], stores=[order(2, [4], [1])]))
         outcome = half.poll()
@@ -100,14 +111,14 @@ class TestIdleWorker:
         assert (report.step, [done.id for done in report.completions]) == (6, [1, 2])
 
     def test_it_has_nothing_to_finish(self) -> None:
-        half = IdleWorker(0, "off")
+        half = RefusingWorker(0, "off")
         assert half.drain() == b""
         half.close()
 
 
 def test_one_rank_that_could_not_start_costs_hits_and_nothing_else() -> None:
     engine = Engine(Setup(ranks=2))
-    engine.workers[1] = IdleWorker(1, "no memory")
+    engine.workers[1] = RefusingWorker(1, "no memory")
     engine.serve(prompt(16), prompt(16), prompt(24))
     assert engine.totals.counters["failed_stores"] == 3
     assert engine.totals.counters["stored_blocks"] == 0

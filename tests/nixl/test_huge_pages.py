@@ -1,0 +1,97 @@
+"""KV memory in huge pages: real memory, as the kernel says it lies."""
+
+import itertools
+import mmap
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvplugin.connectors.nixl.agent import HOST, Area
+from kvplugin.connectors.nixl.huge_pages import KERNEL, PIECE_BYTES, gather
+
+HUGE = 2 << 20
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+pytestmark = pytest.mark.skipif(
+    not KERNEL.exists() or "[never]" in (KERNEL / "enabled").read_text(),
+    reason="the kernel gives no huge pages",
+)
+
+
+def in_huge_pages(array: Bytes) -> int:
+    """Bytes of the mapping that holds the array's middle."""
+    address = array.ctypes.data + array.nbytes // 2
+    is_ours = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word, *rest = line.split()
+        if "-" in word and not word.endswith(":"):
+            first, end = (int(part, 16) for part in word.split("-"))
+            is_ours = first <= address < end
+        elif is_ours and word == "AnonHugePages:":
+            return int(rest[0]) << 10
+    return 0
+
+
+@pytest.fixture
+def memory() -> Bytes:
+    """Some MiB in small pages, that begin and end in the middle of one."""
+    mapping = mmap.mmap(-1, 3 * PIECE_BYTES, flags=mmap.MAP_PRIVATE)
+    mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(mapping, np.uint8)[1000:-1000]
+
+
+def area(array: Bytes) -> Area:
+    return Area(array.ctypes.data, array.nbytes, HOST)
+
+
+def fill(array: Bytes) -> bytes:
+    array[:] = np.arange(array.size) % 251
+    return array.tobytes()
+
+
+def test_what_is_written_is_moved_and_stays(
+    memory: Bytes,
+) -> None:
+    before = fill(memory)
+    assert not in_huge_pages(memory)
+    gathered = gather([area(memory)], 60.0)
+    assert gathered == memory.nbytes
+    assert in_huge_pages(memory) >= memory.nbytes - 2 * HUGE
+    assert memory.tobytes() == before
+
+
+def test_what_is_written_later_comes_in_such(
+    memory: Bytes,
+) -> None:
+    gather([area(memory)], 60.0)
+    fill(memory)
+    assert in_huge_pages(memory) >= memory.nbytes - 2 * HUGE
+
+
+def test_it_ends_in_time(
+    memory: Bytes,
+) -> None:
+    fill(memory)
+    ticks = itertools.count()
+    gathered = gather([area(memory)], 2.0, clock=lambda: float(next(ticks)))
+    assert 0 < gathered <= PIECE_BYTES
+
+
+def test_never_means_never(memory: Bytes, tmp_path: Path) -> None:
+    fill(memory)
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    assert gather([area(memory)], 60.0, kernel=tmp_path) == 0
+    assert gather([area(memory)], 60.0, kernel=tmp_path / "none") == 0
+    assert gather([area(memory)], 0.0) == 0
+    assert gather([area(memory)._replace(device="cuda:0")], 60.0) == 0
+    assert not in_huge_pages(memory)
+
+
+def test_memory_that_cannot_be_moved_is_left() -> None:
+    """Smaller than a page, or not mapped at all."""
+    small = np.ones(64, np.uint8)
+    areas = [area(small), Area(mmap.PAGESIZE, HUGE, HOST)]
+    assert gather(areas, 60.0) == 0
+    assert small.tobytes() == bytes([1]) * 64
