@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import msgspec
-
 from kvplugin.connectors.nixl.leases import Leases
 from kvplugin.connectors.nixl.wire import (
     Close,
@@ -22,7 +20,6 @@ class EngineAnswers:
     """Implements `kvplugin.connectors.nixl.channel.Answers`.
 
     Args:
-        engine_id: of this engine.
         peer_id: of this very process: a reader that means an earlier one knows where
             that one's memory was.
         description: of this engine.
@@ -32,13 +29,11 @@ class EngineAnswers:
 
     def __init__(
         self,
-        engine_id: str,
         peer_id: str,
         description: Description,
         leases: Leases,
         health: Callable[[], Health],
     ) -> None:
-        self._engine_id = engine_id
         self._peer_id = peer_id
         self._description = description
         self._leases = leases
@@ -50,12 +45,11 @@ class EngineAnswers:
 
     def open(self, question: Open) -> Granted | Gone:
         """Of this very process only."""
-        if question.engine_id != self._peer_id:
+        if question.peer_id != self._peer_id:
             return Gone(
-                reason=f"this is {self._peer_id}, not {question.engine_id}: it was "
+                reason=f"this is {self._peer_id}, not {question.peer_id}: it was "
                 "restarted, or is elsewhere"
             )
-        question = msgspec.structs.replace(question, engine_id=self._engine_id)
         return self._leases.open(question)
 
     def renew(self, question: Renew) -> Renewed:

@@ -53,15 +53,11 @@ class Leases:
     channel's opens, renews and closes them.
 
     Args:
-        engine_id: of the engine: who wants another one's lease has the wrong address.
         num_blocks: of its pool, the null block included.
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self, engine_id: str, num_blocks: int, clock: Callable[[], float]
-    ) -> None:
-        self._engine_id = engine_id
+    def __init__(self, num_blocks: int, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._generations = Generations(num_blocks)
@@ -193,11 +189,6 @@ class Leases:
 
     def open(self, question: Open) -> Granted | Gone:
         """Let a reader read, if the lease is still there."""
-        if question.engine_id != self._engine_id:
-            return Gone(
-                reason=f"this is engine {self._engine_id}, which has no leases of "
-                f"engine {question.engine_id}: it was restarted or is elsewhere"
-            )
         with self._lock:
             lease = self._live(question.lease)
             if lease is None:

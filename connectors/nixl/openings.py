@@ -121,7 +121,7 @@ class Openings:
         source = pull.source
         pull.forget_question = self._questions.ask(
             source.address,
-            Open(engine_id=peer.peer_id, lease=source.lease, reader=pull.reader),
+            Open(peer_id=peer.peer_id, lease=source.lease, reader=pull.reader),
             pull.patience,
             lambda reply: self._opened(pull, peer, reply),
         )

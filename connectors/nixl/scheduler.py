@@ -114,7 +114,7 @@ class NixlScheduler:
         self._make_server = make_server
         self._clock = clock
         self._counters = Counters(METRICS)
-        self._leases = Leases(engine.engine_id, engine.num_blocks, clock)
+        self._leases = Leases(engine.num_blocks, clock)
         self._handovers = Handovers(
             engine, config, role, self._leases, self._counters, clock
         )
@@ -189,7 +189,6 @@ class NixlScheduler:
 
     def _answers(self, descriptor: EngineDescriptor) -> EngineAnswers:
         return EngineAnswers(
-            self._engine.engine_id,
             descriptor.peer_id,
             Description(descriptor=encode_engine(descriptor)),
             self._leases,

@@ -50,7 +50,7 @@ class Open(_Wire, frozen=True, tag="open"):
     lease runs from now on until it is closed by all who opened it, or no reader has
     renewed it for its duration."""
 
-    engine_id: Name
+    peer_id: Name
     """Of the very process that is asked (`EngineDescriptor.peer_id`): another one at
     this address answers `Gone`."""
     lease: Name

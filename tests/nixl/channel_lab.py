@@ -31,7 +31,7 @@ class Answers:
 
     def open(self, question: wire.Open) -> wire.Granted | wire.Gone:
         self._note(question)
-        if question.engine_id != self.engine_id:
+        if question.peer_id != self.engine_id:
             return wire.Gone(reason=f"this is {self.engine_id}")
         return wire.Granted(
             num_tokens=4096,
@@ -146,7 +146,7 @@ def free_port() -> int:
 
 
 def open_lease(lease: str = "lease", reader: str = "reader") -> wire.Open:
-    return wire.Open(engine_id="engine", lease=lease, reader=reader)
+    return wire.Open(peer_id="engine", lease=lease, reader=reader)
 
 
 class Wiretap:

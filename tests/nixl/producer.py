@@ -49,7 +49,7 @@ class Producer:
         )
         engine = EngineInfo("engine-1", numbered, 1000, 16)
         self.counters = Counters(METRICS)
-        self.leases = Leases("engine-1", 1000, lambda: self.now)
+        self.leases = Leases(1000, lambda: self.now)
         self.handovers = Handovers(
             engine,
             NixlConfig(**settings),
@@ -74,7 +74,7 @@ class Producer:
 
     def granted(self, told: Any) -> Granted:
         answer = self.leases.open(
-            Open(engine_id="engine-1", lease=told["remote_request_id"], reader="r")
+            Open(peer_id="engine-1", lease=told["remote_request_id"], reader="r")
         )
         assert isinstance(answer, Granted)
         return answer

@@ -41,7 +41,7 @@ def test_every_question_gets_its_answer(secret: bytes) -> None:
         for question, kind in [
             (wire.Describe(), wire.Description),
             (open_lease(), wire.Granted),
-            (wire.Open(engine_id="x", lease="l", reader="r"), wire.Gone),
+            (wire.Open(peer_id="x", lease="l", reader="r"), wire.Gone),
             (wire.Renew(leases=[("gone", "r"), ("l", "r")]), wire.Renewed),
             (wire.Close(lease="l", reader="r"), wire.Closed),
             (wire.Status(), wire.Health),

@@ -11,13 +11,22 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvplugin.connectors.nixl.answers import EngineAnswers
 from kvplugin.connectors.nixl.generations import FIRST
 from kvplugin.connectors.nixl.lease import MOST_READERS
 from kvplugin.connectors.nixl.leases import EndedLeases, Leases
-from kvplugin.connectors.nixl.wire import Close, Gone, Granted, Open, Renew
+from kvplugin.connectors.nixl.wire import (
+    Close,
+    Description,
+    Gone,
+    Granted,
+    Health,
+    Open,
+    Renew,
+)
 from kvplugin.errors import IntegrityError
 
-ENGINE = "engine-1"
+PROCESS = "engine-1/17"
 SECONDS = 30.0
 
 
@@ -36,15 +45,15 @@ class Desk:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.leases = Leases(ENGINE, 64, self.clock)
+        self.leases = Leases(64, self.clock)
         self.array = [FIRST] * 64
         """As a worker keeps it."""
 
     def add(self, request: str, *rows: list[int], seconds: float = SECONDS) -> str:
         return self.leases.add(request, rows, 100, [b"digest"], seconds)
 
-    def open(self, lease: str, reader: str = "r", engine: str = ENGINE) -> Any:
-        return self.leases.open(Open(engine_id=engine, lease=lease, reader=reader))
+    def open(self, lease: str, reader: str = "r") -> Any:
+        return self.leases.open(Open(peer_id=PROCESS, lease=lease, reader=reader))
 
     def renew(self, *pairs: tuple[str, str]) -> list[str]:
         return self.leases.renew(Renew(leases=list(pairs))).gone
@@ -210,13 +219,21 @@ def test_the_null_block_is_nobodys(desk: Desk) -> None:
     assert desk.ended().generations == [(5, 1)]
 
 
-def test_another_engine_at_this_address_has_no_such_lease(desk: Desk) -> None:
+@pytest.mark.parametrize("meant", ["engine-0/17", "engine-1/16"])
+def test_another_process_at_this_address_grants_nothing(desk: Desk, meant: str) -> None:
+    """Another engine, or the same one before it was restarted."""
     lease = desk.add("req", [3])
-    gone = desk.open(lease, engine="engine-0")
+    answers = EngineAnswers(PROCESS, Description(descriptor=b""), desk.leases, _unasked)
+    gone = answers.open(Open(peer_id=meant, lease=lease, reader="r"))
     assert isinstance(gone, Gone)
-    assert ENGINE in gone.reason
-    assert "engine-0" in gone.reason
-    assert isinstance(desk.open(lease), Granted)
+    assert PROCESS in gone.reason
+    assert meant in gone.reason
+    granted = answers.open(Open(peer_id=PROCESS, lease=lease, reader="r"))
+    assert isinstance(granted, Granted)
+
+
+def _unasked() -> Health:
+    raise AssertionError
 
 
 def test_names_cannot_be_guessed_and_can_travel(desk: Desk) -> None:

@@ -13,7 +13,7 @@ from kvplugin.errors import IntegrityError
 
 QUESTIONS: list[wire.Question] = [
     wire.Describe(),
-    wire.Open(engine_id="e", lease="cmpl-1-0ff", reader="r"),
+    wire.Open(peer_id="e", lease="cmpl-1-0ff", reader="r"),
     wire.Renew(leases=[("a", "b"), ("c", "d")]),
     wire.Close(lease="a", reader="b"),
     wire.Status(),
@@ -55,7 +55,7 @@ def test_an_answer_is_no_question(answer: wire.Answer) -> None:
 
 
 def _open(**changed: Any) -> bytes:
-    fields = {"type": "open", "engine_id": "e", "lease": "l", "reader": "r"} | changed
+    fields = {"type": "open", "peer_id": "e", "lease": "l", "reader": "r"} | changed
     packed: bytes = msgpack.packb({k: v for k, v in fields.items() if v is not ...})
     return packed
 
