@@ -68,7 +68,8 @@ class NixlWorker:
         self._step = -1
         self._is_plan_unsaid = False
         self._sends: set[str] = set()
-        self._polled_at = clock()
+        self._since = clock()
+        """When the step began, or was last polled."""
         self._is_closed = False
 
     # -- memory --------------------------------------------------------------------
@@ -117,6 +118,7 @@ class NixlWorker:
         Raises:
             IntegrityError: the message is not a plan, or an impossible one.
         """
+        self._since = self._clock()
         if not plan:
             return
         message = decode(plan, Plan)
@@ -177,8 +179,8 @@ class NixlWorker:
 
     def poll(self) -> WorkerOutcome:
         """What ended. Waits `read_wait_ms` at most while reads are under way, less
-        what the step took since the last poll, as they had that time; not at all
-        while one that was given up hangs.
+        what the step took, as they had that time; not at all while one that was given
+        up hangs.
 
         Raises:
             TransferError: a read failed, and the engine cannot be told so.
@@ -186,7 +188,7 @@ class NixlWorker:
         if self._reads is not None and not self._loads.is_empty:
             for completion in self._reads.poll(self._patience()):
                 self._loads.end(completion)
-        self._polled_at = self._clock()
+        self._since = self._clock()
         news = self._loads.news()
         if not (news or self._is_plan_unsaid):
             return NOTHING_HAPPENED
@@ -201,7 +203,7 @@ class NixlWorker:
     def _patience(self) -> float:
         if self._loads.has_given_up:
             return 0.0
-        return max(0.0, self._wait - (self._clock() - self._polled_at))
+        return max(0.0, self._wait - (self._clock() - self._since))
 
     def drain(self) -> bytes:
         """Nothing to wait for: there are no stores, and the ends of reads are kept

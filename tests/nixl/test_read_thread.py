@@ -488,6 +488,10 @@ class TestPatience:
             now[0] += step_seconds
             rank.worker.poll()
         assert np.allclose(reads.waits, [0.002, 0.0015, 0.0])
+        now[0] += 0.030  # the engine was elsewhere: that is no time of a step's
+        rank.worker.begin_step(b"")
+        rank.worker.poll()
+        assert np.allclose(reads.waits[-1], 0.002)
         rank.step(given_up=[1])
         rank.worker.poll()
         assert reads.waits[-1] == 0.0, "it may hang for ever"
