@@ -1,5 +1,6 @@
 """Stock vLLM in a child process that runs functions of the tests beside the engine."""
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -65,6 +66,8 @@ class EngineHost:
         )
         self._process.start()
         theirs.close()
+        # Of one that nobody closes: multiprocessing waits for its children at the end.
+        atexit.register(self._pipe.close)
         self._answer()
 
     @property

@@ -162,14 +162,12 @@ def test_a_producer_dies_after_a_read(consumer, producers):
 
 @pytest.mark.full
 @pytest.mark.parametrize("status", ["WAITING", READING, "RUNNING"])
-def test_a_consumer_dies(llama, tmp_path, producers, status):
+def test_a_consumer_dies(tiny_engines, producers, status):
     """What it was given comes back to the producer."""
     producer = producers.living()
-    engines = Engines(tmp_path / "..", model=str(llama), skip_tokenizer_init=True)
-    doomed = engines.start(
+    doomed = tiny_engines.start(
         ours("consumer"),
         steps=False,
-        kv_cache_memory_bytes=32 << 20,
         prepare=faults.reads_can_be_watched,
     )
     prompt = tokens(f"consumer dies {status}", 700)
@@ -178,7 +176,6 @@ def test_a_consumer_dies(llama, tmp_path, producers, status):
     assert doomed.run(faults.begin, prompt, params, status)
     os.kill(doomed.pid, signal.SIGKILL)
     assert not any(producer.run(handing.settle, PATIENCE).values())
-    engines.close()
 
 
 @pytest.mark.full
@@ -249,11 +246,10 @@ def test_two_producers_serve_one_consumer(consumer, producers):
 
 
 @pytest.mark.full
-def test_requests_that_read_are_preempted(llama, tmp_path, producers):
+def test_requests_that_read_are_preempted(tiny_engines, producers):
     """The consumer's pool is too small for all of them to grow."""
     producer = producers.living()
-    engines = Engines(tmp_path / "..", model=str(llama), skip_tokenizer_init=True)
-    consumer = engines.start(
+    consumer = tiny_engines.start(
         ours("consumer"),
         block_size=32,
         kv_cache_memory_bytes=34 * 32 * 2048,
@@ -269,4 +265,4 @@ def test_requests_that_read_are_preempted(llama, tmp_path, producers):
         assert_close(other, answer, NOISE)
     for host in (consumer, producer):
         assert not any(host.run(handing.settle).values())
-    engines.close()
+    consumer.close()
