@@ -70,12 +70,16 @@ class Net:
     def _set_up(self) -> None:
         for end in self.ends:
             ip("netns", "add", end)
-        pair = ("type", "veth", "peer", "name", self.d, "netns", self.d)
-        ip("link", "add", self.p, "netns", self.p, *pair)
+        self._connect()
         for end, address in self.ends.items():
             ip("link", "set", "lo", "up", namespace=end)
             self.address("add", end, address)
             self.link("up", end)
+
+    def _connect(self) -> None:
+        """A cable, its ends in the namespaces."""
+        pair = ("type", "veth", "peer", "name", self.d, "netns", self.d)
+        ip("link", "add", self.p, "netns", self.p, *pair)
 
     def link(self, state: str, end: str = "") -> None:
         """Plug a cable in ("up"), or out."""
