@@ -74,7 +74,7 @@ class IdleScheduler:
 
 
 class IdleWorker:
-    """A worker half to which no orders come."""
+    """A worker half that does nothing."""
 
     def register(self, tensors: Mapping[str, KVTensor]) -> None:
         del tensors

@@ -38,4 +38,4 @@ def read_settings(kind: type[T], settings: Mapping[str, Any], where: str) -> T:
 def _check_choice(what: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
         known = " or ".join(repr(choice) for choice in choices)
-        raise ConfigError(f"{what} is {value!r} and must be {known}")
+        raise ConfigError(f"{what} is {repr(value)[:64]} and must be {known}")

@@ -78,9 +78,17 @@ def _read(name: str) -> bytes:
                 f"{key} can be read by others (mode {stat.S_IMODE(mode):04o}): "
                 f"chmod 600 {name}"
             )
-        return os.read(descriptor, MAX_SECRET_BYTES + 1).strip()
+        return _content(descriptor, key)
     finally:
         os.close(descriptor)
+
+
+def _content(descriptor: int, key: str) -> bytes:
+    try:
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(MAX_SECRET_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"{key} cannot be read: {error}") from error
 
 
 class Signer:

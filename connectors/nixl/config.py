@@ -43,8 +43,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Read from an engine on the same machine without NIXL, where the kernel allows it
     (host memory, one user)."""
     huge_pages_s: float = 10.0
-    """For so many seconds at most the start gathers KV in host memory into huge pages,
-    from which it is read about twice as fast; 0: never."""
+    """For so many seconds the start gathers KV in host memory into huge pages, from
+    which it is read about twice as fast; 0: never."""
     kv_lease_duration: float = 30.0
     """Seconds for which a producer keeps the blocks of an ended request; consumers
     renew it while they want them."""
@@ -68,7 +68,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True):
     grant_wait_ms: float = 2.0
     """How long a step waits, all in all, for peers' leave to read."""
     read_wait_ms: float = 5.0
-    """How long a step that computes nothing, or little, waits for reads under way."""
+    """How long a step that computes nothing waits for reads under way."""
     staging_bytes: int = 1 << 26
     """Memory of a rank through which blocks go whose layout has to be converted."""
     model_name: str = ""
@@ -85,7 +85,21 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.secret and self.secret_file:
             raise ConfigError("secret and secret_file are both set: keep one of them")
         if self.secret:
-            check_secret("secret", self.secret.encode())
+            check_secret("secret", _encoded(self.secret))
+
+    def __repr__(self) -> str:
+        """Without the secret, which must not get into logs."""
+        shown = {field: getattr(self, field) for field in self.__struct_fields__}
+        shown["secret"] = "..." if self.secret else ""
+        values = ", ".join(f"{field}={value!r}" for field, value in shown.items())
+        return f"NixlConfig({values})"
+
+
+def _encoded(secret: str) -> bytes:
+    try:
+        return secret.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("secret is no text: it has half a character") from None
 
 
 def check_secret(key: str, secret: bytes) -> None:

@@ -118,13 +118,15 @@ def describe_engine(
         IntegrityError: they do not make up an engine.
     """
     known = sorted(ranks, key=lambda rank: rank.rank)
+    missing = set(range(engine.world_size)) - {rank.rank for rank in known}
+    if missing:
+        numbers = ", ".join(map(str, sorted(missing)))
+        raise IntegrityError(
+            f"of the engine's {engine.world_size} ranks these have not introduced "
+            f"themselves (their logs say why): {numbers}"
+        )
     descriptor = _engine(engine, config, known)
     check_engine(descriptor)
-    if len(known) != engine.world_size:
-        raise IntegrityError(
-            f"{len(known)} ranks have introduced themselves, the engine has "
-            f"{engine.world_size}"
-        )
     return descriptor
 
 

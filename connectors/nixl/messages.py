@@ -75,6 +75,8 @@ class Plan(_Message, frozen=True):
     announced, so before their blocks can be used again."""
     finished_sends: list[str]
     """Requests whose lease is over."""
+    is_idle: bool
+    """The step computes nothing: it may wait for reads."""
 
 
 class Completion(_Message, frozen=True):

@@ -46,8 +46,9 @@ class RankMemory:
         self.staging = Staging(config.staging_bytes, device)
         self.agent: NixlAgent | None = None
         self._registered: list[Any] = []
-        areas = merged([*_areas(rank, engine.num_blocks), _area(self.generations)])
+        areas = merged(_areas(rank, engine.num_blocks))
         gather(areas, config.huge_pages_s)
+        areas.append(_area(self.generations))
         if config.backends:
             name = agent_name(engine.rank, incarnation)
             self.agent = NixlAgent(name, config.backends)

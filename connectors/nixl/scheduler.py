@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from kvplugin.connectors.metrics import Counters
 from kvplugin.connectors.nixl.address import check_exposure
@@ -54,6 +54,12 @@ logger = logging.getLogger("vllm.kvplugin.nixl")
 
 MakeChannel: TypeAlias = Callable[[NixlConfig, Callable[[], float]], Channel]
 MakeServer: TypeAlias = Callable[[NixlConfig, Answers], Server]
+
+_UNBOUND: Final = (
+    "nothing is read: the engine has not handed over its block pool, without which "
+    "blocks cannot be kept until a late read has ended (vLLM 0.19 does not hand it to "
+    "a connector inside a MultiConnector: use this one alone, or a newer vLLM)"
+)
 
 
 def make_client(config: NixlConfig, clock: Callable[[], float]) -> Channel:
@@ -243,6 +249,8 @@ class NixlScheduler:
             self._nonsense(f"request {request.request_id[:128]!r} is computed: {error}")
             return
         if source is not None and self._pulls is not None:
+            if self._blocks is None:
+                self._say(_UNBOUND)
             self._pulls.begin(request, source)
         elif source is not None:
             self._say("nothing is read: no worker has introduced itself")
@@ -301,7 +309,8 @@ class NixlScheduler:
     # -- a step --------------------------------------------------------------------
 
     def plan_step(self, step: Step) -> bytes:
-        """Reads of requests admitted since the last plan, and leases that are over."""
+        """Reads of requests admitted since the last plan, leases that are over, and
+        whether there is nothing else to do than to wait for reads."""
         self._step += 1
         pulls, news, reads, given_up = self._pulls, News([], []), [], []
         if pulls is not None and self._peers is not None:
@@ -312,7 +321,10 @@ class NixlScheduler:
             reads = pulls.take_orders()
             news = self._peers.take_news()
         over = self._handovers.collect()
-        if not (reads or given_up or news.new or news.gone or over.request_ids):
+        is_idle = not step.num_tokens and pulls is not None and pulls.has_pending_work
+        if not (
+            reads or given_up or news.new or news.gone or over.request_ids or is_idle
+        ):
             return b""
         return encode(
             Plan(
@@ -324,6 +336,7 @@ class NixlScheduler:
                 given_up,
                 over.generations,
                 over.request_ids,
+                is_idle,
             )
         )
 

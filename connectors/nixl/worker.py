@@ -68,8 +68,8 @@ class NixlWorker:
         self._step = -1
         self._is_plan_unsaid = False
         self._sends: set[str] = set()
-        self._since = clock()
-        """When the step began, or was last polled."""
+        self._wait_until = clock()
+        """For reads, in this step."""
         self._is_closed = False
 
     # -- memory --------------------------------------------------------------------
@@ -118,7 +118,7 @@ class NixlWorker:
         Raises:
             IntegrityError: the message is not a plan, or an impossible one.
         """
-        self._since = self._clock()
+        self._wait_until = began = self._clock()
         if not plan:
             return
         message = decode(plan, Plan)
@@ -128,6 +128,8 @@ class NixlWorker:
         memory = self._registered
         memory.set_generations(message.generations)
         self._step = message.step
+        if message.is_idle:
+            self._wait_until = began + self._wait
         self._is_plan_unsaid = True
         self._sends.update(message.finished_sends)
         self._execute(memory, message)
@@ -178,9 +180,9 @@ class NixlWorker:
         """Nothing: what a step wrote is read from where it is."""
 
     def poll(self) -> WorkerOutcome:
-        """What ended. Waits `read_wait_ms` at most while reads are under way, less
-        what the step took, as they had that time; not at all while one that was given
-        up hangs.
+        """What ended. In a step that computes nothing it waits for reads under way,
+        until `read_wait_ms` after the step's beginning; not at all while one that was
+        given up hangs.
 
         Raises:
             TransferError: a read failed, and the engine cannot be told so.
@@ -188,7 +190,6 @@ class NixlWorker:
         if self._reads is not None and not self._loads.is_empty:
             for completion in self._reads.poll(self._patience()):
                 self._loads.end(completion)
-        self._since = self._clock()
         news = self._loads.news()
         if not (news or self._is_plan_unsaid):
             return NOTHING_HAPPENED
@@ -203,7 +204,7 @@ class NixlWorker:
     def _patience(self) -> float:
         if self._loads.has_given_up:
             return 0.0
-        return max(0.0, self._wait - (self._clock() - self._since))
+        return max(0.0, self._wait_until - self._clock())
 
     def drain(self) -> bytes:
         """Nothing to wait for: there are no stores, and the ends of reads are kept

@@ -104,7 +104,7 @@ class KVPluginNixlConnector(VllmConnector):
     def _idle_worker(self, reason: str) -> WorkerHalf:
         """It does not introduce itself: the scheduler half, which may have started,
         then has no whole engine to speak for."""
-        logger.warning("kvplugin nixl is idle on this rank: %s", reason)
+        del reason  # it is in the log
         return IdleWorker()
 
     @property
@@ -194,6 +194,9 @@ class KVPluginNixlConnector(VllmConnector):
     ) -> tuple[int | None, bool]:
         if request.request_id not in self._live:
             self.on_new_request(request)
+            if num_computed_tokens >= request.num_prompt_tokens:
+                # A hit of the prompt as it was before: found again without its end.
+                return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:

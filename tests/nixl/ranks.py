@@ -183,6 +183,7 @@ class Rank:
         given_up: Sequence[int] = (),
         generations: Sequence[tuple[int, int]] = (),
         sends: Sequence[str] = (),
+        is_idle: bool = True,
     ) -> bytes:
         """Begin and end a step; the plan."""
         self._step += 1
@@ -196,6 +197,7 @@ class Rank:
                 list(given_up),
                 list(generations),
                 list(sends),
+                is_idle,
             )
         )
         self.worker.begin_step(plan)

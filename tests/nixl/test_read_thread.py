@@ -6,12 +6,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from kvplugin.connectors.nixl.connection import CHECK_ENTRIES
 from kvplugin.connectors.nixl.descriptor import EngineDescriptor, RankDescriptor
-from kvplugin.connectors.nixl.messages import Completion, GroupRead, Peer
+from kvplugin.connectors.nixl.messages import GroupRead, Peer
 from kvplugin.connectors.nixl.read_thread import ReadThreads
 from kvplugin.connectors.nixl.readers import Read, Reader
 from kvplugin.connectors.nixl.reads import Transfer
@@ -450,48 +449,3 @@ class TestEndOfLife:
         rank.step(reads=[order(2, producer.peer, [PART])])
         assert end_of(rank, 2).error == ""
         rank.worker.close()
-
-
-class TestPatience:
-    """How long a poll waits; the clock is the test's."""
-
-    class Waits:
-        """Implements `Reads`; notes how long it was to wait."""
-
-        def __init__(self) -> None:
-            self.waits: list[float] = []
-
-        def meet(self, peer_id: str, descriptor: bytes) -> None: ...
-        def leave(self, peer_id: str) -> None: ...
-        def submit(self, order: object, after: object) -> None: ...
-        def stop(self, ids: object) -> None: ...
-        def close(self) -> bool:
-            return True
-
-        def poll(self, wait: float) -> list[Completion]:
-            self.waits.append(wait)
-            return []
-
-    def test_what_a_step_took_is_not_waited_again(self) -> None:
-        now, reads = [10.0], self.Waits()
-        config = {"backends": [], "read_wait_ms": 2.0}
-        rank = Rank(
-            replace(SPEC, config=config),
-            make_reads=lambda memory, readers: reads,
-            clock=lambda: now[0],
-        )
-        rank.worker.poll()
-        assert reads.waits == [], "nothing is under way"
-        peer = Peer("peer", b"")
-        rank.step(peers=[peer], reads=[order(1, peer, [PART])])
-        for step_seconds in (0.0, 0.0005, 0.030):
-            now[0] += step_seconds
-            rank.worker.poll()
-        assert np.allclose(reads.waits, [0.002, 0.0015, 0.0])
-        now[0] += 0.030  # the engine was elsewhere: that is no time of a step's
-        rank.worker.begin_step(b"")
-        rank.worker.poll()
-        assert np.allclose(reads.waits[-1], 0.002)
-        rank.step(given_up=[1])
-        rank.worker.poll()
-        assert reads.waits[-1] == 0.0, "it may hang for ever"

@@ -181,6 +181,21 @@ def test_without_introductions_nothing_is_read_or_handed_over(
     engine.half.close()
 
 
+def test_without_the_engines_block_pool_nothing_is_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As inside vLLM 0.19's `MultiConnector`."""
+    _network, producer, consumer = pair()
+    consumer.half.bind_blocks(None)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, "vllm.kvplugin.nixl"):
+        for i in range(3):
+            params = producer.prefill(f"p{i}", PROMPT)
+            request = consumer.add(f"d{i}", PROMPT, params)
+            drain(consumer, producer)
+            assert request.loaded == 0
+    assert sum("block pool" in message for message in caplog.messages) == 1
+
+
 def test_an_engine_that_cannot_hear_of_failures_may_not_read() -> None:
     info = replace(spec("D", 4).info(), reports_failed_loads=False)
     with pytest.raises(ConfigError, match="scheduler_cls"):
