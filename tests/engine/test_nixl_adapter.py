@@ -137,6 +137,15 @@ def test_where_nobody_tells_of_new_requests_the_first_lookup_does(connector, hal
     assert one.num_prompt_tokens == 32
 
 
+def test_a_local_hit_of_the_whole_shortened_prompt_is_looked_up_again(connector, half):
+    """vLLM 0.19 would find that it has nothing to compute, and end."""
+    one = request()
+    assert connector.get_num_new_matched_tokens(one, 32) == (None, False)
+    assert one.num_prompt_tokens == 32
+    assert connector.get_num_new_matched_tokens(one, 16) == (8, True)
+    assert half.heard == [("arrived", "a"), ("lookup", 16)]
+
+
 def test_a_request_waits_while_its_producer_is_asked(connector, half):
     half.answer = LATER
     assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)

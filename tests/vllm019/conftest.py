@@ -12,6 +12,7 @@ from tests.engine.conftest import (  # noqa: F401
     start_engine,
     start_tiny,
 )
+from tests.engine.pd.conftest import start_engines  # noqa: F401
 from tests.engine.version import is_019
 
 

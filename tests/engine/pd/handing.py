@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tests.engine.asking import Answer, answer_of, scheduler
+from tests.engine.asking import Answer, answer_of, ask, scheduler
+from tests.engine.version import is_019
 
 HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a router sends to the first engine."""
@@ -71,6 +72,9 @@ def settle(llm: Any, seconds: float = 30.0) -> dict[str, int]:
     while any((held := held_by(llm)).values()) and time.monotonic() < deadline:
         if scheduler(llm).has_requests():
             llm.llm_engine.step()
+        elif is_019():
+            # It steps for nothing but a request.
+            ask(llm, [[1]], 1)
         else:
             time.sleep(0.001)
     return held
