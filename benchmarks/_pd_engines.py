@@ -16,6 +16,8 @@ from tests.engine.host import EngineHost
 SPARE_TOKENS: Final = 8192
 """Of a pool, beside the prompts: for requests that decode."""
 LONGEST_ANSWER: Final = 1024
+HUGE_PAGES_S: Final = 60.0
+"""What our connector is given; vLLM's has no such key."""
 
 
 class Pair(NamedTuple):
@@ -126,7 +128,7 @@ def _channel() -> dict[str, str]:
 
 def _transfer_config(connector: str, role: str) -> Any:
     if connector == "ours":
-        return nixl_transfer_config(role, {}, "fail")
+        return nixl_transfer_config(role, {"huge_pages_s": HUGE_PAGES_S}, "fail")
     return {
         "kv_connector": "NixlConnector",
         "kv_role": f"kv_{role}",

@@ -42,9 +42,10 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True):
     same_host: Literal["auto", "off"] = "auto"
     """Read from an engine on the same machine without NIXL, where the kernel allows it
     (host memory, one user)."""
-    huge_pages_s: float = 10.0
+    huge_pages_s: float = 0.0
     """For so many seconds the start gathers KV in host memory into huge pages, from
-    which it is read about twice as fast; 0: never."""
+    which it is read about twice as fast; 0: never. Not for machines that are busy with
+    other things at that time."""
     kv_lease_duration: float = 30.0
     """Seconds for which a producer keeps the blocks of an ended request; consumers
     renew it while they want them."""

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.skipif(
     reason="the kernel gives no huge pages",
 )
 HUGE = int((KERNEL / "hpage_pmd_size").read_text()) if KERNEL.exists() else 0
+# The calls wait for every core of the machine, and other tests keep them busy.
+slow = pytest.mark.full
 moves = pytest.mark.skipif(
     tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 1),
     reason="only Linux 6.1 and newer move what is written already",
@@ -51,6 +53,7 @@ def fill(array: Bytes) -> bytes:
     return array.tobytes()
 
 
+@slow
 @moves
 def test_what_is_written_is_moved_and_stays(memory: Bytes) -> None:
     before = fill(memory)
@@ -61,12 +64,14 @@ def test_what_is_written_is_moved_and_stays(memory: Bytes) -> None:
     assert memory.tobytes() == before
 
 
+@slow
 def test_what_is_written_later_comes_in_such(memory: Bytes) -> None:
     gather([area(memory)], 60.0)
     fill(memory)
     assert lying(memory) >= memory.nbytes - 2 * HUGE
 
 
+@slow
 @moves
 def test_no_piece_is_begun_too_late(memory: Bytes) -> None:
     fill(memory)
