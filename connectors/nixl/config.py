@@ -42,10 +42,6 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True):
     same_host: Literal["auto", "off"] = "auto"
     """Read from an engine on the same machine without NIXL, where the kernel allows it
     (host memory, one user)."""
-    huge_pages_s: float = 0.0
-    """For so many seconds the start gathers KV in host memory into huge pages, from
-    which it is read about twice as fast; 0: never. Not for machines that are busy with
-    other things at that time."""
     kv_lease_duration: float = 30.0
     """Seconds for which a producer keeps the blocks of an ended request; consumers
     renew it while they want them."""
@@ -119,7 +115,6 @@ def check_secret(key: str, secret: bytes) -> None:
 _DAY_S: Final = 86_400
 _LIMITS: Final = {
     "side_channel_port": (1, 65_535),
-    "huge_pages_s": (0, _DAY_S),
     "kv_lease_duration": (0.01, _DAY_S),
     "decoder_kv_blocks_ttl": (0.01, _DAY_S),
     "kv_recompute_threshold": (0, 2**40),

@@ -18,6 +18,7 @@ from kvplugin.integration.vllm.versions import (
 )
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LIBRARIES = ("torch", "numba", "numpy", "triton", "nixl", "pluggy", "msgspec")
 
 
@@ -47,6 +48,7 @@ def examine() -> Iterator[Finding]:
     if is_disabled():
         yield Finding(Verdict.NOTE, "KVPLUGIN_DISABLE", "every entry point is inert")
     yield from _same_host(_YAMA)
+    yield from _huge_pages(_HUGE_PAGES, os.environ.get("THP_MEM_ALLOC_ENABLE", ""))
     if installed is not None:
         yield from _cpu_pages()
         yield from _failed_loads(installed)
@@ -85,6 +87,28 @@ def _same_host(setting: Path) -> Iterator[Finding]:
             f"by NIXL: kernel.yama.ptrace_scope is {scope}; with 0, or CAP_SYS_PTRACE, "
             "they go from process to process, 2 to 4 times as fast",
         )
+
+
+def _huge_pages(setting: Path, wanted: str) -> Iterator[Finding]:
+    """Whether torch's memory, and so KV in host memory, lies in huge pages."""
+    try:
+        words = setting.read_text()
+    except OSError:
+        return  # the kernel has none
+    subject = "KV in host memory"
+    if "[always]" in words or ("[madvise]" in words and wanted == "1"):
+        yield Finding(Verdict.OK, subject, "in huge pages")
+        return
+    why = (
+        f"{setting} is never"
+        if "[never]" in words
+        else "THP_MEM_ALLOC_ENABLE=1 in the engines' environment makes them huge"
+    )
+    yield Finding(
+        Verdict.NOTE,
+        subject,
+        f"in small pages, which engines of this machine read half as fast: {why}",
+    )
 
 
 def _cpu_pages() -> Iterator[Finding]:
