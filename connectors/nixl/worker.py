@@ -118,7 +118,7 @@ class NixlWorker:
         Raises:
             IntegrityError: the message is not a plan, or an impossible one.
         """
-        self._wait_until = began = self._clock()
+        self._wait_until = self._clock()
         if not plan:
             return
         message = decode(plan, Plan)
@@ -129,7 +129,7 @@ class NixlWorker:
         memory.set_generations(message.generations)
         self._step = message.step
         if message.is_idle:
-            self._wait_until = began + self._wait
+            self._wait_until += self._wait
         self._is_plan_unsaid = True
         self._sends.update(message.finished_sends)
         self._execute(memory, message)

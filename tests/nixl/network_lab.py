@@ -10,7 +10,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -306,3 +307,15 @@ class World:
             self.go_on()
         self.d.close()
         self.p.close()
+
+
+@contextmanager
+def world_in(net: Net, gates: Path) -> Iterator[World]:
+    """Both engines, of which the one has read from the other."""
+    world = World(net, gates)
+    try:
+        world.ready()
+        world.is_served()
+        yield world
+    finally:
+        world.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nixl.network_lab import TIMES, Net, World
+from tests.nixl.network_lab import TIMES, Net, World, world_in
 
 pytest.importorskip("nixl")
 pytestmark = pytest.mark.full
@@ -20,13 +20,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     except OSError as error:
         pytest.skip(str(error))
     try:
-        world = World(net, Path(tmp_path_factory.mktemp("gates")))
-        try:
-            world.ready()
-            world.is_served()
+        with world_in(net, Path(tmp_path_factory.mktemp("gates"))) as world:
             yield world
-        finally:
-            world.close()
     finally:
         net.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.nixl.lossy_net import LossyNet
-from tests.nixl.network_lab import World
+from tests.nixl.network_lab import World, world_in
 
 pytest.importorskip("nixl")
 pytestmark = pytest.mark.full
@@ -26,13 +26,8 @@ def net() -> Iterator[LossyNet]:
 
 @pytest.fixture(scope="module")
 def world(net: LossyNet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(net, Path(tmp_path_factory.mktemp("gates")))
-    try:
-        world.ready()
-        world.is_served()
+    with world_in(net, Path(tmp_path_factory.mktemp("gates"))) as world:
         yield world
-    finally:
-        world.close()
 
 
 @pytest.mark.parametrize("loss", [0.01, 0.05, 0.2, 0.5])
