@@ -12,6 +12,7 @@ from kvplugin.connectors.nixl.config import NixlConfig
 from kvplugin.connectors.nixl.describe import describe_own_rank, describe_rank
 from kvplugin.connectors.nixl.descriptor import RankDescriptor
 from kvplugin.connectors.nixl.generations import FIRST
+from kvplugin.connectors.nixl.huge_pages import lay_anew
 from kvplugin.connectors.nixl.staging import Staging
 from kvplugin.contract import EngineInfo, KVTensor
 from kvplugin.errors import IntegrityError
@@ -45,12 +46,12 @@ class RankMemory:
         self.staging = Staging(config.staging_bytes, device)
         self.agent: NixlAgent | None = None
         self._registered: list[Any] = []
+        areas = merged(_areas(rank, engine.num_blocks))
+        lay_anew(areas, config.huge_pages_s)
         if config.backends:
             name = agent_name(engine.rank, incarnation)
             self.agent = NixlAgent(name, config.backends)
-            self._registered = self.agent.register(
-                merged([*_areas(rank, engine.num_blocks), _area(self.generations)])
-            )
+            self._registered = self.agent.register([*areas, _area(self.generations)])
             rank = structs.replace(rank, agent_metadata=self.agent.metadata)
             # Not before: others are told of what they may read, and of nothing else.
             self._registered += self.agent.register([self.staging.area])

@@ -48,7 +48,7 @@ def examine() -> Iterator[Finding]:
     if is_disabled():
         yield Finding(Verdict.NOTE, "KVPLUGIN_DISABLE", "every entry point is inert")
     yield from _same_host(_YAMA)
-    yield from _huge_pages(_HUGE_PAGES, os.environ.get("THP_MEM_ALLOC_ENABLE", ""))
+    yield from _huge_pages(_HUGE_PAGES)
     if installed is not None:
         yield from _cpu_pages()
         yield from _failed_loads(installed)
@@ -89,26 +89,22 @@ def _same_host(setting: Path) -> Iterator[Finding]:
         )
 
 
-def _huge_pages(setting: Path, wanted: str) -> Iterator[Finding]:
-    """Whether torch's memory, and so KV in host memory, lies in huge pages."""
+def _huge_pages(setting: Path) -> Iterator[Finding]:
+    """Whether KV in host memory can lie in huge pages."""
     try:
-        words = setting.read_text()
+        is_never = "[never]" in setting.read_text()
     except OSError:
         return  # the kernel has none
     subject = "KV in host memory"
-    if "[always]" in words or ("[madvise]" in words and wanted == "1"):
-        yield Finding(Verdict.OK, subject, "in huge pages")
-        return
-    why = (
-        f"{setting} is never"
-        if "[never]" in words
-        else "THP_MEM_ALLOC_ENABLE=1 in the engines' environment makes them huge"
-    )
-    yield Finding(
-        Verdict.NOTE,
-        subject,
-        f"in small pages, which engines of this machine read half as fast: {why}",
-    )
+    if is_never:
+        yield Finding(
+            Verdict.NOTE,
+            subject,
+            f"in small pages, which engines of this machine read half as fast: "
+            f"{setting} is never, madvise is enough",
+        )
+    else:
+        yield Finding(Verdict.OK, subject, "P/D lays it into huge pages at the start")
 
 
 def _cpu_pages() -> Iterator[Finding]:

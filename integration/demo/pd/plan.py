@@ -131,7 +131,6 @@ def _engine(
             "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(channel),
             "VLLM_CPU_OMP_THREADS_BIND": cores,
-            "THP_MEM_ALLOC_ENABLE": "1",  # KV in huge pages is read sooner
         },
     )
 
