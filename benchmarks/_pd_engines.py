@@ -1,11 +1,14 @@
 """Two pairs of vLLM engines: one with our connector, one with vLLM's own."""
 
 import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+import psutil
 
 from kvplugin.integration.demo.build_once import build_once
 from kvplugin.integration.demo.model import cache_folder, prepare_smollm2
@@ -16,8 +19,8 @@ from tests.engine.host import EngineHost
 SPARE_TOKENS: Final = 8192
 """Of a pool, beside the prompts: for requests that decode."""
 LONGEST_ANSWER: Final = 1024
-PAGES: Final = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""torch takes memory in huge pages, as docs/pd-deployment.md tells all to do."""
+HUGE_PAGES: Final = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""torch takes all memory in huge pages."""
 
 
 class Pair(NamedTuple):
@@ -25,6 +28,23 @@ class Pair(NamedTuple):
 
     prefill: EngineHost
     decode: EngineHost
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """While all others are stopped: idle agents of vLLM's NIXL keep a core busy each,
+        and nobody's transfers should pay for those of another pair."""
+        self.send(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.send(signal.SIGSTOP)
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal all processes of both engines."""
+        for host in self:
+            engine = psutil.Process(host.pid)
+            for process in (engine, *engine.children(recursive=True)):
+                process.send_signal(number)
 
 
 class Model(NamedTuple):
@@ -66,19 +86,27 @@ def _random_llama(folder: Path) -> None:
 
 @contextmanager
 def pairs(
-    model: Model, *, tokens: int, prompts: int, block_size: int, logs: Path
+    model: Model,
+    *,
+    tokens: int,
+    prompts: int,
+    block_size: int,
+    huge_pages: bool,
+    logs: Path,
 ) -> Iterator[dict[str, Pair]]:
-    """Both pairs, ``ours`` and ``theirs``; gone when the block is left.
+    """Both pairs, ``ours`` and ``theirs``, stopped; gone when the block is left.
 
     Args:
         model: what they serve.
         tokens: of a prompt.
         prompts: that the producers keep in their prefix caches.
         block_size: of all four.
+        huge_pages: for all four, not only for those whose connector sees to it.
         logs: folder for what they print.
     """
     blocks = -(-(prompts * tokens + SPARE_TOKENS) // block_size)
     cores = sorted(os.sched_getaffinity(0))
+    pages = HUGE_PAGES if huge_pages else {}
     plan = [
         (connector, role, core)
         for connector in ("ours", "theirs")
@@ -89,7 +117,7 @@ def pairs(
         connector, role, core = one
         return EngineHost(
             logs / f"{connector}-{role}.log",
-            environment={"VLLM_CPU_OMP_THREADS_BIND": str(core)} | PAGES | _channel(),
+            environment={"VLLM_CPU_OMP_THREADS_BIND": str(core)} | pages | _channel(),
             model=str(model.folder),
             skip_tokenizer_init=True,
             block_size=block_size,
@@ -111,7 +139,14 @@ def pairs(
         futures = [pool.submit(start, one) for one in plan]
     try:
         engines = [future.result() for future in futures]
-        yield {"ours": Pair(*engines[:2]), "theirs": Pair(*engines[2:])}
+        both = {"ours": Pair(*engines[:2]), "theirs": Pair(*engines[2:])}
+        for pair in both.values():
+            pair.send(signal.SIGSTOP)
+        try:
+            yield both
+        finally:
+            for pair in both.values():
+                pair.send(signal.SIGCONT)
     finally:
         for future in futures:
             if future.exception() is None:

@@ -1,7 +1,7 @@
 """Prefill/decode disaggregation beside vLLM's own NixlConnector.
 
-Both pairs of engines run at the same time in processes of their own and are asked in
-turn, one at work at a time, so that a slow spell of the machine hits both alike. Ratios
+Both pairs of engines are there at the same time in processes of their own and are asked
+in turn, the other one stopped, so that a slow spell of the machine hits both alike. Ratios
 are ours over theirs, taken within a turn.
 """
 
@@ -73,6 +73,11 @@ BARS: Final = {
     show_default=True,
     help="Pages of 64 KiB (llama) and 24 KiB (smollm2) with 32.",
 )
+@click.option(
+    "--huge-pages",
+    is_flag=True,
+    help="Also for vLLM's connector, which does not ask for them.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON at the end.")
 @click.option(
     "--logs",
@@ -85,6 +90,7 @@ def main(
     sections: str,
     count: int,
     block_size: int,
+    huge_pages: bool,
     as_json: bool,
     logs: Path | None,
 ) -> None:
@@ -97,7 +103,12 @@ def main(
             at = (logs or Path(folder)) / name
             at.mkdir(parents=True, exist_ok=True)
             with pairs(
-                model, tokens=count, prompts=PROMPTS, block_size=block_size, logs=at
+                model,
+                tokens=count,
+                prompts=PROMPTS,
+                block_size=block_size,
+                huge_pages=huge_pages,
+                logs=at,
             ) as both:
                 bench = Bench(name, model, both, turns, count, block_size)
                 report[name] = {section: bench.run(section) for section in wanted}
@@ -145,8 +156,9 @@ class Bench:
         self._page = block_size * model.layer_bytes
         self._prompts = [tokens(f"pd {name} {i}", count) for i in range(PROMPTS)]
         for pair in both.values():
-            pair.prefill.run(work.watch)
-            pair.decode.run(work.watch)
+            with pair.awake():
+                pair.prefill.run(work.watch)
+                pair.decode.run(work.watch)
 
     def run(self, section: str) -> dict[str, Any]:
         """Measure and print one section; its figures."""
@@ -181,21 +193,23 @@ class Bench:
 
     def _fragment(self) -> None:
         for seed, pair in enumerate(self._pairs.values()):
-            pair.prefill.run(work.fragment, seed)
-            pair.decode.run(work.fragment, seed)
+            with pair.awake():
+                pair.prefill.run(work.fragment, seed)
+                pair.decode.run(work.fragment, seed)
         self._prompts = [prompt[::-1] for prompt in self._prompts]  # not cached
 
     def _transfer(self, name: str, turn: int, section: str, others: int) -> Turn:
         pair = self._pairs[name]
         prompt = self._prompts[turn % PROMPTS]
-        if section == "contiguous":
-            pair.decode.run(work.in_order)
-        prepared = pair.decode.run(work.prepare, others)
-        prefilled = pair.prefill.run(work.prefill, prompt)
-        received = pair.decode.run(
-            work.receive, name, prompt, prefilled.params, prepared
-        )
-        pair.prefill.run(work.drain)
+        with pair.awake():
+            if section == "contiguous":
+                pair.decode.run(work.in_order)
+            prepared = pair.decode.run(work.prepare, others)
+            prefilled = pair.prefill.run(work.prefill, prompt)
+            received = pair.decode.run(
+                work.receive, name, prompt, prefilled.params, prepared
+            )
+            pair.prefill.run(work.drain)
         return Turn(received.first_token - prefilled.ended, received)
 
     def _tell(

@@ -1,11 +1,17 @@
 """What `benchmarks/pd.py` makes of its measurements."""
 
 import random
+import signal
+import sys
+import time
+from collections.abc import Callable
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from benchmarks import _pd_worker, pd
+from benchmarks._pd_engines import Pair
 from benchmarks._pd_work import Received
 from benchmarks._ratios import Interval
 
@@ -84,6 +90,41 @@ def test_calls_are_timed_even_when_they_raise() -> None:
     with pytest.raises(ValueError, match=r"^$"):
         _pd_worker._timed(fails, taken)()
     assert len(taken) == 1
+
+
+WITH_A_CHILD = "import subprocess; subprocess.run(['sleep', '600'])"
+
+
+def comes_true(what: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return what()
+
+
+def test_a_pair_runs_while_it_is_awake() -> None:
+    """With the processes that its engines have started."""
+    engines = [psutil.Popen([sys.executable, "-c", WITH_A_CHILD]) for _ in "pd"]
+    pair = Pair(*engines)
+    everybody = list(engines)
+    try:
+        for engine in engines:
+            assert comes_true(engine.children)
+            everybody += engine.children()
+
+        def stopped() -> list[bool]:
+            return [one.status() == psutil.STATUS_STOPPED for one in everybody]
+
+        pair.send(signal.SIGSTOP)
+        assert comes_true(lambda: all(stopped()))
+        with pair.awake():
+            assert comes_true(lambda: not any(stopped()))
+        assert comes_true(lambda: all(stopped()))
+    finally:
+        for process in everybody:
+            process.kill()
+        for engine in engines:
+            engine.wait(60)
 
 
 @pytest.mark.parametrize(
