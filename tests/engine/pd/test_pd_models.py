@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine import asking
-from tests.engine.asking import Answer, assert_close
+from tests.engine.asking import Answer, apart, assert_close
 from tests.engine.host import EngineHost
 from tests.engine.pd import faults, handing
 from tests.engine.pd.hosts import Engines, ours
@@ -24,6 +24,9 @@ from tests.engine.prompts import tokens
 
 DEFAULT = [(GEMMA_3, 64, 128)]
 """(model, block size of one engine, of the other); each hands over to the other."""
+MOST_NOISE = 0.25
+"""Between engines with different block sizes that answer alone: two steps of bf16 at
+logits near 20, after thousands of tokens."""
 
 
 def _full() -> list[tuple[Handed, int, int]]:
@@ -136,10 +139,13 @@ def test_long_prompts_by_the_dozen(engines):
     prompts = [tokens(f"{model.name} long {i}", 1000 + 250 * i) for i in range(12)]
     count = 1 if model.has_states else 8
     expected = alone(model, consumer, prompts, count)
+    others = alone(model, producer, prompts, count)
+    by_nature = max(map(apart, expected, others))
+    assert by_nature <= MOST_NOISE
     params = producer.run(handing.prefill, prompts)
     answers = consumer.run(handing.decode, prompts, params, count)
     for answer, other in zip(answers, expected, strict=True):
-        assert_close(other, answer, model.noise)
+        assert_close(other, answer, max(model.noise, 1.5 * by_nature))
     settled(producer, consumer)
 
 
