@@ -31,8 +31,8 @@ class Pair(NamedTuple):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """While all others are stopped: idle agents of vLLM's NIXL keep a core busy each,
-        and nobody's transfers should pay for those of another pair."""
+        """While all others are stopped: an idle agent of vLLM's connector keeps a core
+        busy, and nobody's transfers should pay for those of another pair."""
         self.send(signal.SIGCONT)
         try:
             yield

@@ -1,8 +1,8 @@
 """Prefill/decode disaggregation beside vLLM's own NixlConnector.
 
 Both pairs of engines are there at the same time in processes of their own and are asked
-in turn, the other one stopped, so that a slow spell of the machine hits both alike. Ratios
-are ours over theirs, taken within a turn.
+in turn, the other one stopped, so that a slow spell of the machine hits both alike.
+Ratios are ours over theirs, taken within a turn.
 """
 
 import json
