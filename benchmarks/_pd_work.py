@@ -14,7 +14,7 @@ COUNTERS: Final = {
     "theirs": ("nixl_bytes_transferred", "nixl_xfer_time_seconds"),
 }
 """Bytes and seconds of reads, by connector, as `read_totals` calls them."""
-DRAIN_S: Final = 60.0
+DRAIN_S: Final = 600.0
 _numbers = count()
 
 
