@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -40,11 +40,13 @@ class Pair(NamedTuple):
             self.send(signal.SIGSTOP)
 
     def send(self, number: signal.Signals) -> None:
-        """Signal all processes of both engines."""
+        """Signal all processes of both engines that are left."""
         for host in self:
-            engine = psutil.Process(host.pid)
-            for process in (engine, *engine.children(recursive=True)):
-                process.send_signal(number)
+            with suppress(psutil.NoSuchProcess):
+                engine = psutil.Process(host.pid)
+                for process in (engine, *engine.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        process.send_signal(number)
 
 
 class Model(NamedTuple):

@@ -7,7 +7,9 @@ Ratios are ours over theirs, taken within a turn.
 
 import json
 import random
+import signal
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -96,6 +98,8 @@ def main(
 ) -> None:
     """KV from one engine to another: time to the first token, GB/s, gaps."""
     wanted = _parse("--sections", sections, SECTIONS)
+    # Nobody else would wake the engines that are stopped, for them to end.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     report = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in _parse("--models", models, MODELS):
@@ -110,6 +114,8 @@ def main(
                 huge_pages=huge_pages,
                 logs=at,
             ) as both:
+                pages = "all" if huge_pages else "ours"
+                click.echo(f"\n{name}: huge pages for {pages}")
                 bench = Bench(name, model, both, turns, count, block_size)
                 report[name] = {section: bench.run(section) for section in wanted}
     if as_json:

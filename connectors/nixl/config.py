@@ -43,7 +43,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Read from an engine on the same machine without NIXL, where the kernel allows it
     (host memory, one user)."""
     huge_pages_s: float = 10.0
-    """How long a start may take to lay KV in host memory into huge pages, from which
+    """How long a start may take to move KV in host memory into huge pages, from which
     engines of one machine read it about twice as fast; 0 leaves it where it is."""
     kv_lease_duration: float = 30.0
     """Seconds for which a producer keeps the blocks of an ended request; consumers
@@ -67,7 +67,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True):
     """With a larger share of the engine's blocks in overdue reads, nothing is read."""
     grant_wait_ms: float = 2.0
     """How long a step waits, all in all, for peers' leave to read."""
-    read_wait_ms: float = 5.0
+    read_wait_ms: float = 20.0
     """How long a step that computes nothing waits for reads under way."""
     staging_bytes: int = 1 << 26
     """Memory of a rank through which blocks go whose layout has to be converted."""

@@ -1,4 +1,4 @@
-"""KV in host memory, laid anew into huge pages.
+"""KV in host memory, moved into huge pages.
 
 Where one process reads another's memory, the kernel looks up and pins it page by page.
 torch does not ask for huge pages, and most kernels (``transparent_hugepage/enabled`` is
@@ -6,8 +6,9 @@ torch does not ask for huge pages, and most kernels (``transparent_hugepage/enab
 
 Pages that are written already stay as they are. The kernel could gather them
 (``MADV_COLLAPSE``), but each such call waits for every core of the machine
-(``lru_add_drain_all``), on busy cores for minutes. So they are given back, a piece at a
-time, and written again, which takes huge ones: no call waits for anybody.
+(``lru_add_drain_all``), on busy cores for minutes. So bytes are copied into new memory,
+which gets huge pages, and that is put in the old one's place (``mremap``), a piece at a
+time: whoever looks finds the bytes, before and after.
 """
 
 import ctypes
@@ -17,7 +18,7 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -31,13 +32,18 @@ logger = logging.getLogger("vllm.kvplugin.nixl")
 KERNEL: Final = Path("/sys/kernel/mm/transparent_hugepage")
 PROCESS: Final = Path("/proc/self")
 PIECE_BYTES: Final = 32 << 20
-"""Laid at once, and kept beside meanwhile; some 20 ms."""
+"""Moved at once, some 20 ms, and had twice meanwhile; at least a huge page, which is
+512 MiB on some machines."""
 _MAPPING: Final = re.compile(
-    r"(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) rw.(?P<private>.) \S+ \S+ (?P<inode>\d+)"
+    rb"(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<rights>\S+) \S+ \S+ (?P<inode>\d+)"
 )
+_OUR_RIGHTS: Final = b"rw-p"
+_FLAGS_OF_OTHERS: Final = frozenset(b"lo io pf ht um uw wf dc".split())
+"""Of a mapping that is locked, a device's, watched, or not for children: new memory
+would not be."""
 
 
-def lay_anew(
+def move(
     areas: Iterable[Area],
     seconds: float,
     *,
@@ -45,105 +51,63 @@ def lay_anew(
     kernel: Path = KERNEL,
     process: Path = PROCESS,
 ) -> int:
-    """Put what is in host memory into huge pages; its bytes and addresses stay.
+    """Move what is in host memory into huge pages; its bytes and addresses stay.
 
-    Nobody may use the memory meanwhile, and it must come before NIXL's registration: a
-    device that has pinned pages would go on with the old ones. Where a device of
-    another library has (``VmPin``), nothing is moved.
+    Nobody may write to the memory meanwhile, and it must come before NIXL's
+    registration: a device that has pinned pages would go on with the old ones. Where a
+    device has pinned some of this process (``VmPin``), or some of these areas are a
+    device's, nothing is moved. What goes wrong is logged, and the memory stays.
 
     Args:
-        areas: others than in host memory, and such as are shared with other processes,
-            are passed over.
+        areas: that neither overlap nor touch. What is shared with other processes is
+            passed over.
         seconds: after so long no further piece is begun; 0 leaves everything as it is.
         clock: monotonic seconds.
         kernel: the folder that says whether there are huge pages for programs.
         process: the folder that says how this process' memory lies.
 
     Returns:
-        Bytes of these areas that are in huge pages now. There may be fewer than there
-        could: the kernel gives small ones where memory is in small parts.
+        Bytes of these areas that are in huge pages now: at most, where other memory
+        lies in one mapping with them.
     """
-    here = [area for area in areas if area.device == HOST]
+    some = list(areas)
     size = _huge_page(kernel)
-    if not (here and seconds > 0 and size):
+
+    def is_large(area: Area) -> bool:
+        return bool(_whole(_addresses(area), size))
+
+    if not (size and seconds > 0 and any(map(is_large, some))):
+        return 0
+    if any(area.device != HOST for area in some):
         return 0
     started = clock()
-    why = "pages are pinned by a device" if _are_pinned(process) else ""
-    for piece in () if why else _pieces(here, size, process):
-        if clock() - started >= seconds:
-            why = "out of time (key huge_pages_s)"
-            break
-        if why := _lay(piece, size):
-            break
-    found = sum(in_huge_pages(area, process) for area in here)
+    try:
+        why = _move_all(some, size, lambda: clock() - started >= seconds, process)
+    except (OSError, ValueError, MemoryError) as error:
+        why = str(error) or type(error).__name__
+    found = in_huge_pages(some, process)
     logger.info(
         "%d of %d MiB of KV memory are in huge pages, after %.1f s%s",
         found >> 20,
-        sum(area.nbytes for area in here) >> 20,
+        sum(area.nbytes for area in some) >> 20,
         clock() - started,
         f": {why}" if why else "",
     )
     return found
 
 
-class _Mapping(NamedTuple):
-    """A part of this process' memory that it may write."""
-
-    start: int
-    end: int
-    is_own: bool
-    """Neither a file nor shared."""
-    huge: int
-    """Bytes of it that are in huge pages."""
-
-
-def in_huge_pages(area: Area, process: Path = PROCESS) -> int:
-    """Bytes of an area that are in such, by the kernel's own account; of mappings that
-    it shares with other areas as many as may be its own."""
-    shares = _shares(area, _mappings(process))
-    return sum(min(mapping.huge, stop - start) for mapping, start, stop in shares)
-
-
-def _shares(
-    area: Area, mappings: Iterable[_Mapping]
-) -> Iterator[tuple[_Mapping, int, int]]:
-    """The mappings that an area lies in, and from where to where."""
-    for mapping in mappings:
-        start = max(area.address, mapping.start)
-        stop = min(area.address + area.nbytes, mapping.end)
-        if start < stop:
-            yield mapping, start, stop
-
-
-def _mappings(process: Path) -> list[_Mapping]:
-    found: list[_Mapping] = []
-    for line in _lines(process / "smaps"):
-        if match := _MAPPING.match(line):
-            start, end = (int(match[name], 16) for name in ("start", "end"))
-            is_own = match["private"] == "p" and match["inode"] == "0"
-            found.append(_Mapping(start, end, is_own, 0))
-        elif found and line.startswith(("AnonHugePages:", "ShmemPmdMapped:")):
-            huge = found[-1].huge + (int(line.split()[1]) << 10)
-            found[-1] = found[-1]._replace(huge=huge)
+def in_huge_pages(areas: Sequence[Area], process: Path = PROCESS) -> int:
+    """Bytes of these areas that are in such, by the kernel's own account: at most,
+    where other memory lies in one mapping with them."""
+    found = 0
+    for mapping in _mappings(process):
+        shares = (_common(_addresses(area), mapping.addresses) for area in areas)
+        found += min(mapping.huge, sum(map(len, shares)))
     return found
 
 
-def _are_pinned(process: Path) -> bool:
-    return any(
-        line.startswith("VmPin:") and int(line.split()[1]) > 0
-        for line in _lines(process / "status")
-    )
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
 def _huge_page(kernel: Path) -> int:
-    """Bytes of a huge page; 0 if a program gets none."""
+    """Bytes of a huge page; 0 if no program gets one."""
     try:
         is_never = "[never]" in (kernel / "enabled").read_text()
         size = int((kernel / "hpage_pmd_size").read_text())
@@ -154,55 +118,185 @@ def _huge_page(kernel: Path) -> int:
     return 0 if is_never else size
 
 
-def _pieces(
-    areas: Iterable[Area], size: int, process: Path
-) -> Iterator[npt.NDArray[np.uint8]]:
-    """The whole huge pages of these areas that are not yet such."""
-    most = max(PIECE_BYTES // size, 1) * size
-    mappings = _mappings(process)
-    for area in areas:
-        for mapping, start, stop in _shares(area, mappings):
-            first, last = -(-start // size) * size, stop // size * size
-            if mapping.is_own and mapping.huge < last - first:
-                for at in range(first, last, most):
-                    yield _memory(at, min(most, last - at))
+# -- how memory lies ---------------------------------------------------------------
 
 
-def _memory(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+class _Mapping(NamedTuple):
+    """A part of this process' memory."""
+
+    addresses: range
+    is_ours: bool
+    """Nobody else has it, and nobody would miss anything about it."""
+    huge: int
+    """Bytes of it that are in huge pages."""
 
 
-def _lay(piece: npt.NDArray[np.uint8], size: int) -> str:
-    """Write a piece into pages of its own; why it is left, or nothing."""
-    kept = piece.copy() if piece.any() else None
-    why = _advise(piece, mmap.MADV_HUGEPAGE) or _advise(piece, mmap.MADV_DONTNEED)
-    if kept is None:
-        piece[::size] = 0  # a byte takes the whole page, which is zero
-    else:
-        piece[:] = kept
-    return why
+def _mappings(process: Path) -> list[_Mapping]:
+    found: list[_Mapping] = []
+    for line in _lines(process / "smaps"):
+        if match := _MAPPING.match(line):
+            addresses = range(int(match["start"], 16), int(match["end"], 16))
+            is_ours = match["rights"] == _OUR_RIGHTS and match["inode"] == b"0"
+            found.append(_Mapping(addresses, is_ours, 0))
+        elif line.startswith((b"AnonHugePages:", b"ShmemPmdMapped:")):
+            huge = found[-1].huge + (int(line.split()[1]) << 10)
+            found[-1] = found[-1]._replace(huge=huge)
+        elif line.startswith(b"VmFlags:") and _FLAGS_OF_OTHERS & {*line.split()}:
+            found[-1] = found[-1]._replace(is_ours=False)
+    return found
 
 
-def _advise(piece: npt.NDArray[np.uint8], advice: int) -> str:
-    """Why the kernel does not do it, or nothing."""
-    if _madvise(piece.ctypes.data, piece.nbytes, advice) == 0:
-        return ""
-    return os.strerror(ctypes.get_errno())
+def _are_pinned(process: Path) -> bool:
+    return any(
+        line.startswith(b"VmPin:") and int(line.split()[1]) > 0
+        for line in _lines(process / "status")
+    )
 
 
-def _no_madvise(*_: int) -> int:
-    ctypes.set_errno(errno.ENOSYS)
-    return -1
-
-
-def _bind() -> Any:
+def _lines(path: Path) -> list[bytes]:
+    """Names of files in it are any bytes but the end of a line."""
     try:
-        function = ctypes.CDLL(None, use_errno=True).madvise
-    except (AttributeError, OSError, TypeError):  # a system without it
-        return _no_madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    function.restype = ctypes.c_int
-    return function
+        return path.read_bytes().split(b"\n")
+    except OSError:
+        return []
 
 
-_madvise: Final = _bind()
+def _addresses(area: Area) -> range:
+    return range(area.address, area.address + area.nbytes)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _whole(part: range, size: int) -> range:
+    """The whole huge pages of a part of memory."""
+    return range(-(-part.start // size) * size, part.stop // size * size)
+
+
+# -- moving it ---------------------------------------------------------------------
+
+
+def _move_all(
+    areas: Sequence[Area], size: int, is_late: Callable[[], bool], process: Path
+) -> str:
+    """Why not all has been moved; empty if it has.
+
+    Raises:
+        OSError: the kernel does not do it.
+    """
+    if _are_pinned(process):
+        return "a device has pinned memory of this process"
+    is_first = True
+    for piece in _pieces(areas, size, process):
+        if is_late():
+            return "out of time (key huge_pages_s)"
+        copy = _copied(piece, size)
+        try:
+            if is_first and not in_huge_pages([_area(copy)], process):
+                return "the kernel has none for this process"
+            _put(copy, piece)
+            copy = range(0)
+        finally:
+            _unmap(copy)
+        is_first = False
+    return ""
+
+
+def _pieces(areas: Sequence[Area], size: int, process: Path) -> Iterator[range]:
+    """The whole huge pages of these areas, without mappings that are such already."""
+    most = max(PIECE_BYTES // size, 1) * size
+    for mapping in _mappings(process):
+        if mapping.is_ours and mapping.huge < len(_whole(mapping.addresses, size)):
+            for area in areas:
+                share = _common(_addresses(area), mapping.addresses)
+                whole = _whole(share, size)
+                for start in whole[::most]:
+                    yield range(start, min(start + most, whole.stop))
+
+
+def _copied(piece: range, size: int) -> range:
+    """Its bytes, in new memory that begins where a huge page may."""
+    nbytes = len(piece)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    rights = mmap.PROT_READ | mmap.PROT_WRITE
+    at = _done(_LIBC.mmap(None, nbytes + size, rights, flags, -1, 0))
+    start = -(-at // size) * size
+    _unmap(range(at, start))
+    _unmap(range(start + nbytes, at + nbytes + size))
+    copy = range(start, start + nbytes)
+    try:
+        _done(_LIBC.madvise(start, nbytes, mmap.MADV_HUGEPAGE))
+        _memory(copy)[:] = _memory(piece)
+    except BaseException:
+        _unmap(copy)
+        raise
+    return copy
+
+
+def _put(copy: range, piece: range) -> None:
+    """In the piece's place, as one change of this process' memory."""
+    nbytes = len(piece)
+    how = _MREMAP_MAYMOVE | _MREMAP_FIXED
+    _done(_LIBC.mremap(copy.start, nbytes, nbytes, how, piece.start))
+
+
+def _unmap(part: range) -> None:
+    if part:
+        _done(_LIBC.munmap(part.start, len(part)))
+
+
+def _memory(part: range) -> npt.NDArray[np.uint8]:
+    array = (ctypes.c_uint8 * len(part)).from_address(part.start)
+    return np.ctypeslib.as_array(array)
+
+
+def _area(part: range) -> Area:
+    return Area(part.start, len(part), HOST)
+
+
+def _done(result: int) -> int:
+    """What a call of the kernel came to.
+
+    Raises:
+        OSError: it failed.
+    """
+    if result in (-1, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+_MREMAP_MAYMOVE: Final = 1
+_MREMAP_FIXED: Final = 2
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value or 0
+
+
+class _Libc:
+    """The kernel's calls on this process' memory, by libc, whose own users (UCX) may
+    watch them."""
+
+    def __init__(self) -> None:
+        size, number, place = ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+        self.mmap = self._bind(
+            "mmap", place, place, size, number, number, number, ctypes.c_long
+        )
+        self.mremap = self._bind("mremap", place, place, size, size, number, place)
+        self.madvise = self._bind("madvise", number, place, size, number)
+        self.munmap = self._bind("munmap", number, place, size)
+
+    def _bind(self, name: str, result: Any, *arguments: Any) -> Any:
+        try:
+            function = getattr(ctypes.CDLL(None, use_errno=True), name)
+        except (AttributeError, OSError, TypeError):  # a system without it
+            return self._missing
+        function.restype, function.argtypes = result, arguments
+        return function
+
+    @staticmethod
+    def _missing(*_: Any) -> int:
+        ctypes.set_errno(errno.ENOSYS)
+        return -1
+
+
+_LIBC: Final = _Libc()

@@ -12,7 +12,7 @@ from kvplugin.connectors.nixl.config import NixlConfig
 from kvplugin.connectors.nixl.describe import describe_own_rank, describe_rank
 from kvplugin.connectors.nixl.descriptor import RankDescriptor
 from kvplugin.connectors.nixl.generations import FIRST
-from kvplugin.connectors.nixl.huge_pages import lay_anew
+from kvplugin.connectors.nixl.huge_pages import move
 from kvplugin.connectors.nixl.staging import Staging
 from kvplugin.contract import EngineInfo, KVTensor
 from kvplugin.errors import IntegrityError
@@ -47,7 +47,7 @@ class RankMemory:
         self.agent: NixlAgent | None = None
         self._registered: list[Any] = []
         areas = merged(_areas(rank, engine.num_blocks))
-        lay_anew(areas, config.huge_pages_s)
+        move(areas, config.huge_pages_s)
         if config.backends:
             name = agent_name(engine.rank, incarnation)
             self.agent = NixlAgent(name, config.backends)

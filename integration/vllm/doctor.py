@@ -104,7 +104,7 @@ def _huge_pages(setting: Path) -> Iterator[Finding]:
             f"{setting} is never, madvise is enough",
         )
     else:
-        yield Finding(Verdict.OK, subject, "P/D lays it into huge pages at the start")
+        yield Finding(Verdict.OK, subject, "P/D moves it into huge pages at the start")
 
 
 def _cpu_pages() -> Iterator[Finding]:

@@ -88,6 +88,20 @@ def alone(
     return answers
 
 
+def noise(
+    model: Handed,
+    producer: EngineHost,
+    prompts: list[list[int]],
+    expected: list[Answer],
+    count: int,
+) -> float:
+    """How far answers may be from those of the consumer alone: not much further than
+    those of the producer alone, whose blocks have another size."""
+    by_nature = max(map(apart, expected, alone(model, producer, prompts, count)))
+    assert by_nature <= MOST_NOISE
+    return max(model.noise, 1.5 * by_nature)
+
+
 def settled(*hosts: EngineHost) -> None:
     for host in hosts:
         assert not any(host.run(handing.settle).values())
@@ -112,11 +126,13 @@ def test_the_text_is_that_of_one_engine(engines, back):
     settled(producer, consumer)
 
 
-def test_wrong_bytes_of_any_group_would_have_been_noticed(engines):
+@pytest.mark.parametrize("length", [600, pytest.param(3000, marks=pytest.mark.full)])
+def test_wrong_bytes_of_any_group_would_have_been_noticed(engines, length):
     model, producer, consumer = engines
-    prompt = tokens(f"{model.name} zeroed", 600)
+    prompt = tokens(f"{model.name} zeroed", length)
     count = 1 if model.has_states else 8
     (expected,) = alone(model, consumer, [prompt], count)
+    most = noise(model, producer, [prompt], [expected], count)
     noticed = []
     for group in range(model.groups):
         assert consumer.run(asking.reset_within_a_second)
@@ -125,7 +141,7 @@ def test_wrong_bytes_of_any_group_would_have_been_noticed(engines):
         (answer,) = consumer.run(handing.decode, [prompt], params, count)
         consumer.run(faults.zero_group, None)
         try:
-            assert_close(expected, answer, model.noise)
+            assert_close(expected, answer, most)
         except AssertionError:
             noticed.append(group)
     assert noticed == list(range(model.groups))
@@ -139,13 +155,11 @@ def test_long_prompts_by_the_dozen(engines):
     prompts = [tokens(f"{model.name} long {i}", 1000 + 250 * i) for i in range(12)]
     count = 1 if model.has_states else 8
     expected = alone(model, consumer, prompts, count)
-    others = alone(model, producer, prompts, count)
-    by_nature = max(map(apart, expected, others))
-    assert by_nature <= MOST_NOISE
+    most = noise(model, producer, prompts, expected, count)
     params = producer.run(handing.prefill, prompts)
     answers = consumer.run(handing.decode, prompts, params, count)
     for answer, other in zip(answers, expected, strict=True):
-        assert_close(other, answer, max(model.noise, 1.5 * by_nature))
+        assert_close(other, answer, most)
     settled(producer, consumer)
 
 
