@@ -183,15 +183,24 @@ class NixlScheduler:
 
     def _meet(self, ranks: list[Any]) -> None:
         descriptor = describe_engine(self._engine, self._config, ranks)
-        if self.serves:
-            self._server = self._make_server(self._config, self._answers(descriptor))
-            logger.info(
-                "engine %s answers other engines at %s",
-                self._engine.engine_id,
-                self._server.address,
-            )
+        self._start_answering(descriptor)
         if self.reads:
             self._start_reading(descriptor)
+
+    def _start_answering(self, descriptor: EngineDescriptor) -> None:
+        """One from which nothing is read can be asked how it is, if the port is free."""
+        try:
+            self._server = self._make_server(self._config, self._answers(descriptor))
+        except ConfigError as error:
+            if self.serves:
+                raise
+            logger.warning("nobody can ask this engine how it is: %s", error)
+            return
+        logger.info(
+            "engine %s answers other engines at %s",
+            self._engine.engine_id,
+            self._server.address,
+        )
 
     def _answers(self, descriptor: EngineDescriptor) -> EngineAnswers:
         return EngineAnswers(

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from kvplugin.connectors.nixl.channel import Server
 from kvplugin.connectors.nixl.config import NixlConfig, Role
 from kvplugin.connectors.nixl.scheduler import NixlScheduler
-from kvplugin.connectors.nixl.wire import (
-    Health,
-)
+from kvplugin.connectors.nixl.wire import Gone, Health, Open
 from kvplugin.contract import MeetsPeers
 from kvplugin.errors import ConfigError, KVPluginError
 from tests.nixl.lab import (
@@ -125,7 +124,9 @@ def test_a_producer_reads_nothing_and_a_consumer_gives_nothing() -> None:
     asked = consumer.add("c", PROMPT, {"do_remote_decode": True})
     consumer.run()
     assert not asked.params
-    assert consumer.address not in network.servers
+    answers = network.servers[consumer.address]
+    found = answers.open(Open(peer_id=consumer.peer_id, lease="c", reader="r"))
+    assert isinstance(found, Gone)
     network.clock.now += LEASE + 1
     drain(consumer, producer)
 
@@ -228,7 +229,37 @@ def test_health_says_what_is_there() -> None:
         engine_id="P", role="producer", leases=1, overdue_blocks=0, peers={}
     )
     consumer.add("b", PROMPT, params)
-    assert consumer.half._health().peers == {producer.address: "ready"}
+    health = network.servers[consumer.address].status()
+    assert health.role == "consumer"
+    assert health.peers == {producer.address: "ready"}
+
+
+def test_a_consumer_says_which_engine_it_refuses() -> None:
+    """Whoever asks how it is need not look into its log."""
+    network, producer, _ = pair()
+    other = Engine(network, spec("D", 4), Role.CONSUMER, 5800, weight_epoch=7)
+    other.add("b", PROMPT, producer.prefill("a", PROMPT))
+    (state,) = network.servers[other.address].status().peers.values()
+    assert state.startswith("refused: ")
+    assert "weight_epoch" in state
+    assert "7" in state
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_taken_port_ends_the_start_of_those_that_are_read_from(
+    role: Role, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(config: NixlConfig, answers: object) -> Server:
+        raise ConfigError(f"port {config.side_channel_port} is taken")
+
+    monkeypatch.setattr(Engine, "_serve", lambda _, *given: serve(*given))
+    network = Network(Clock())
+    if role is not Role.CONSUMER:
+        with pytest.raises(ConfigError, match="port 5600 is taken"):
+            Engine(network, spec("E", 4), role)
+        return
+    Engine(network, spec("E", 4), Role.CONSUMER).half.close()
+    assert "nobody can ask this engine how it is: port 5600 is taken" in caplog.text
 
 
 def test_peers_that_are_met_at_once_are_looked_into_one_a_step() -> None:
