@@ -106,13 +106,13 @@ def test_scenario_25_a_renewed_lease_does_not_run_out() -> None:
         leases: Any = pair.p.engine.scheduler_half
         (lease,) = leases._leases._leases.values()
         for _ in range(4):
+            deadline = lease.deadline  # a renewal may come as soon as time has passed
             clock.now += LEASE * 0.9
             # The client renews by its own clock, which does not stand still; here it
             # does what it would have done by now.
             pull = pair.d.engine.scheduler_half._pulls._pulls[id_]  # type: ignore[union-attr]
             channel: Any = pair.d.engine.scheduler_half._channel  # type: ignore[union-attr]
             channel.keep(pull.source.address, pull.source.lease, pull.reader, 0.001)
-            deadline = lease.deadline
             patiently(lambda d=deadline: lease.deadline > d, "a renewal", pair.p.engine)  # type: ignore[misc]
         assert pair.p.num_used_blocks
         hold.let_go()
