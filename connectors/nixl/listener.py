@@ -248,7 +248,7 @@ def _listen(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"{where}: the port is taken. Another engine on this machine? Give "
-                "each its own side_channel_port"
+                "each its own side_channel_port. What a killed one has left? End it"
             ) from error
         raise ConfigError(f"{where}: cannot listen there: {error}") from error
     return listening

@@ -164,26 +164,20 @@ def assert_same(first: Answer, second: Answer) -> None:
 
 
 def assert_close(first: Answer, second: Answer, tolerance: float = 0.1) -> None:
-    """Equal as far as bf16 allows when a prefill is split differently."""
-    assert apart(first, second) <= tolerance
+    """Equal as far as bf16 allows when a prefill is split differently.
 
-
-def apart(first: Answer, second: Answer) -> float:
-    """How far two answers to one prompt differ, in log-probability.
-
-    The chosen token's is compared as long as the tokens agree, and where they part the
-    two best candidates. (Unlikely candidates are not compared: logits near 20 are 0.125
-    apart in bf16.)
+    The chosen token's log-probability agrees within `tolerance` as long as the tokens
+    do, and tokens may part only where the two best are closer than that. (Unlikely
+    candidates are not compared: logits near 20 are 0.125 apart in bf16.)
     """
-    most = 0.0
     for ours, theirs, token, other in zip(
         first.candidates, second.candidates, first.tokens, second.tokens, strict=True
     ):
         if token != other:
             best, runner_up = sorted(ours.values(), reverse=True)[:2]
-            return max(most, best - runner_up)
-        most = max(most, abs(ours[token] - theirs[token]))
-    return most
+            assert best - runner_up < tolerance
+            return
+        assert abs(ours[token] - theirs[token]) <= tolerance
 
 
 def reset_within_a_second(llm: Any) -> bool:
