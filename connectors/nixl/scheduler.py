@@ -188,7 +188,7 @@ class NixlScheduler:
             self._start_reading(descriptor)
 
     def _start_answering(self, descriptor: EngineDescriptor) -> None:
-        """One from which nothing is read can be asked how it is, if the port is free."""
+        """An engine from which nothing is read can be asked how it is, if it can."""
         try:
             self._server = self._make_server(self._config, self._answers(descriptor))
         except ConfigError as error:
