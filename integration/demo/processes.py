@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,6 +24,9 @@ POLL_S: Final = 0.5
 HEALTH_WAIT_S: Final = 5.0
 STOP_WAIT_S: Final = 20.0
 LOG_TAIL_LINES: Final = 25
+_SERVERS: Final = range(10_000, 32_768)
+"""Ports below Linux's range for connections (``ip_local_port_range``)."""
+_RANDOM: Final = random.SystemRandom()
 
 
 @dataclass(frozen=True)
@@ -210,9 +214,13 @@ def check_port(port: int, option: str = "--port") -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, all different."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((HOST, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+    """Ports that nobody listens on, all different, and none that the system gives to
+    whoever wants any: a server may take its own only a minute later."""
+    found: list[int] = []
+    for port in _RANDOM.sample(_SERVERS, len(_SERVERS)):
+        if len(found) == count:
+            break
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((HOST, port))
+            found.append(port)
+    return found

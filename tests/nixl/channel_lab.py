@@ -137,14 +137,6 @@ def ask(
     return replies_to(client, [ticket])[ticket]
 
 
-def free_port() -> int:
-    """A port of loopback that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def open_lease(lease: str = "lease", reader: str = "reader") -> wire.Open:
     return wire.Open(peer_id="engine", lease=lease, reader=reader)
 

@@ -19,11 +19,11 @@ from tests.nixl.channel_lab import (
     ask,
     asking,
     eventually,
-    free_port,
     open_lease,
     replies_to,
     serving,
 )
+from tests.ports import free_port
 
 
 def test_the_seams_are_met() -> None:

@@ -17,10 +17,10 @@ from tests.nixl.channel_lab import (
     ask,
     asking,
     eventually,
-    free_port,
     open_lease,
     replies_to,
 )
+from tests.ports import free_port
 
 _SERVER = """
 import resource, signal, sys

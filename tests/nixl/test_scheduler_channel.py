@@ -1,6 +1,5 @@
 """Two scheduler halves over the real side channel; ranks that are simulated."""
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from kvplugin.connectors.nixl.config import Role
 from kvplugin.contract import Step
 from kvplugin.errors import ConfigError
 from tests.nixl.lab import Clock, Engine, Network, Request, spec
+from tests.ports import free_port
 
 PROMPT = range(100, 400)
 SECRET = "a secret that all engines share"  # noqa: S105
@@ -29,12 +29,6 @@ class RealClock(Clock):
 class RealEngine(Engine):
     def makers(self) -> dict[str, Any]:
         return {}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 Make = Callable[..., RealEngine]

@@ -1,6 +1,5 @@
 """A prefill engine and a decode engine over the real connector, in one process."""
 
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from kvplugin.integration.reference import (
 from kvplugin.integration.reference.config import EngineConfig
 from kvplugin.integration.reference.connector import nixl
 from kvplugin.integration.reference.ranks import Drafter
+from tests.ports import free_port
 from tests.reference.bench import shaped
 from tests.reference.models import assert_empty, compare, settings
 
@@ -36,14 +36,6 @@ HANDS_OVER: Final[Params] = MappingProxyType(
 """What a router sends with the prefill."""
 PATIENCE: Final = 60.0
 """Seconds after which a test gives up on something that should take none."""
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody has just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def patiently(done: Callable[[], bool], what: str, *engines: ReferenceEngine) -> None:

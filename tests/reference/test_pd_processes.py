@@ -14,6 +14,7 @@ from kvplugin.integration.reference import Model, ReferenceEngine, SamplingParam
 from kvplugin.integration.reference.connector import nixl
 from kvplugin.integration.reference.orders import Served
 from kvplugin.integration.reference.process import EngineProcess
+from tests.ports import free_port
 from tests.reference.bench import shaped, tokens, window
 from tests.reference.models import (
     CHUNKED,
@@ -24,7 +25,7 @@ from tests.reference.models import (
     settings,
     tiny,
 )
-from tests.reference.pd import HANDS_OVER, PATIENCE, free_port
+from tests.reference.pd import HANDS_OVER, PATIENCE
 
 KINDS: dict[str, Any] = {
     "full": (FULL, FULL),

@@ -4,21 +4,13 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from kvplugin.integration.vllm.render import nixl_transfer_config
 from tests.engine.host import EngineHost
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from tests.ports import free_port
 
 
 def ours(role: str, port: int | None = None, **settings: Any) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from tests.engine import asking
 from tests.engine.asking import assert_close
 from tests.engine.host import EngineHost
 from tests.engine.pd import faults, handing
-from tests.engine.pd.hosts import Engines, free_port, ours
+from tests.engine.pd.hosts import Engines, ours
 from tests.engine.prompts import tokens
+from tests.ports import free_port
 
 NOISE = 0.02
 READING = "WAITING_FOR_REMOTE_KVS"

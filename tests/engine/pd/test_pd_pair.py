@@ -15,8 +15,9 @@ from tests.engine import asking
 from tests.engine.asking import Answer, assert_close
 from tests.engine.host import EngineHost
 from tests.engine.pd import faults, handing
-from tests.engine.pd.hosts import Engines, free_port, ours
+from tests.engine.pd.hosts import Engines, ours
 from tests.engine.prompts import tokens
+from tests.ports import free_port
 
 LEASE = 120.0
 """Seconds; much longer than anything here takes, so that blocks come back because their

@@ -9,9 +9,10 @@ from tests.engine import asking
 from tests.engine.asking import assert_close
 from tests.engine.host import EngineHost, EngineStartError
 from tests.engine.pd import handing
-from tests.engine.pd.hosts import Engines, free_port, ours, stock
+from tests.engine.pd.hosts import Engines, ours, stock
 from tests.engine.prompts import tokens
 from tests.engine.version import is_019
+from tests.ports import free_port
 
 NOISE = 0.02
 _AS_USUAL = nullcontext()
