@@ -47,6 +47,7 @@ class Hybrid:
         return {
             "model": str(self.build(folder / self.name)),
             "skip_tokenizer_init": True,
+            "block_size": self.unit,  # or it depends on the processor
             "kv_cache_memory_bytes": self.kv_bytes,
             "max_model_len": 8 * self.block,
             "max_num_batched_tokens": self.step,

@@ -16,6 +16,9 @@ BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 2
 
 BLOCKS = 5
 """Whole blocks of each prompt."""
+HIT_NOISE = 0.25
+"""Between a cold answer of SmolLM2 and any hit, a local one too: two steps of bf16 at
+its logits near 20, on processors that have no bf16 of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +75,7 @@ def test_a_loaded_prefix_answers_bit_for_bit_like_a_local_hit(engine, texts):
     assert (cold.cached_tokens, local.cached_tokens) == (0, BLOCKS * BLOCK)
     assert loaded.cached_tokens == BLOCKS * BLOCK
     assert_same(local, loaded)
-    assert_close(cold, loaded)
+    assert_close(cold, loaded, HIT_NOISE)
 
 
 def test_corrupted_host_memory_is_seen_in_the_answer(engine, texts):
@@ -99,7 +102,7 @@ def test_documents_that_evict_each_other_come_back_from_host_memory(engine, text
     for cold, loaded in zip(first, second, strict=True):
         assert cold.cached_tokens == 0
         assert loaded.cached_tokens == BLOCKS * BLOCK
-        assert_close(cold, loaded)
+        assert_close(cold, loaded, HIT_NOISE)
 
     def grown(name: str) -> float:
         return after[name] - before[name]

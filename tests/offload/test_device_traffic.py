@@ -175,6 +175,10 @@ def search(condition: Callable[[list[Any]], bool]) -> None:
         programs,
         condition,
         settings=settings(
-            max_examples=2000, deadline=None, phases=[Phase.generate], database=None
+            max_examples=2000,
+            deadline=None,
+            phases=[Phase.generate],
+            database=None,
+            derandomize=True,  # what is found once is found
         ),
     )
