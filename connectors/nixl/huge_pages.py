@@ -12,7 +12,6 @@ time: whoever looks finds the bytes, before and after.
 """
 
 import ctypes
-import errno
 import logging
 import mmap
 import os
@@ -20,12 +19,13 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvplugin.connectors.nixl.agent import HOST, Area
+from kvplugin.connectors.nixl.libc import bind
 
 logger = logging.getLogger("vllm.kvplugin.nixl")
 
@@ -278,25 +278,12 @@ class _Libc:
 
     def __init__(self) -> None:
         size, number, place = ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
-        self.mmap = self._bind(
+        self.mmap = bind(
             "mmap", place, place, size, number, number, number, ctypes.c_long
         )
-        self.mremap = self._bind("mremap", place, place, size, size, number, place)
-        self.madvise = self._bind("madvise", number, place, size, number)
-        self.munmap = self._bind("munmap", number, place, size)
-
-    def _bind(self, name: str, result: Any, *arguments: Any) -> Any:
-        try:
-            function = getattr(ctypes.CDLL(None, use_errno=True), name)
-        except (AttributeError, OSError, TypeError):  # a system without it
-            return self._missing
-        function.restype, function.argtypes = result, arguments
-        return function
-
-    @staticmethod
-    def _missing(*_: Any) -> int:
-        ctypes.set_errno(errno.ENOSYS)
-        return -1
+        self.mremap = bind("mremap", place, place, size, size, number, place)
+        self.madvise = bind("madvise", number, place, size, number)
+        self.munmap = bind("munmap", number, place, size)
 
 
 _LIBC: Final = _Libc()

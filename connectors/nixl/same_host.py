@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvplugin.connectors.nixl.descriptor import HostIdentity, RankDescriptor
+from kvplugin.connectors.nixl.libc import bind
 from kvplugin.connectors.nixl.reads import Transfer
 from kvplugin.errors import TransferError
 
@@ -183,20 +184,11 @@ def _copy(
     raise TransferError(f"process {pid}: {_WHY.get(code, os.strerror(code))}")
 
 
-def _no_readv(*_: int) -> int:
-    ctypes.set_errno(errno.ENOSYS)
-    return -1
-
-
 def _bind(library: type[ctypes.CDLL]) -> Any:
-    try:
-        function = library(None, use_errno=True).process_vm_readv
-    except (AttributeError, OSError):  # not Linux
-        return _no_readv
     unsigned, pointer = ctypes.c_ulong, ctypes.c_void_p
-    function.argtypes = [ctypes.c_int, pointer, unsigned, pointer, unsigned, unsigned]
-    function.restype = ctypes.c_ssize_t
-    return function
+    sides = (pointer, unsigned, pointer, unsigned)
+    types = (ctypes.c_ssize_t, ctypes.c_int, *sides, unsigned)
+    return bind("process_vm_readv", *types, library=library)
 
 
 _readv: Final = _bind(ctypes.CDLL)
