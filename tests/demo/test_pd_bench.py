@@ -3,8 +3,6 @@
 import random
 import signal
 import sys
-import time
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -14,6 +12,7 @@ from benchmarks import _pd_worker, pd
 from benchmarks._pd_engines import Pair
 from benchmarks._pd_work import Received
 from benchmarks._ratios import Interval
+from tests.nixl.reading import wait_until
 
 
 @pytest.mark.parametrize(
@@ -95,13 +94,6 @@ def test_calls_are_timed_even_when_they_raise() -> None:
 WITH_A_CHILD = "import subprocess; subprocess.run(['sleep', '600'])"
 
 
-def comes_true(what: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 60
-    while not what() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return what()
-
-
 def test_a_pair_runs_while_it_is_awake() -> None:
     """With the processes that its engines have started."""
     engines = [psutil.Popen([sys.executable, "-c", WITH_A_CHILD]) for _ in "pd"]
@@ -109,17 +101,17 @@ def test_a_pair_runs_while_it_is_awake() -> None:
     everybody = list(engines)
     try:
         for engine in engines:
-            assert comes_true(engine.children)
+            wait_until(engine.children, "its child")
             everybody += engine.children()
 
         def stopped() -> list[bool]:
             return [one.status() == psutil.STATUS_STOPPED for one in everybody]
 
         pair.send(signal.SIGSTOP)
-        assert comes_true(lambda: all(stopped()))
+        wait_until(lambda: all(stopped()), "the stop")
         with pair.awake():
-            assert comes_true(lambda: not any(stopped()))
-        assert comes_true(lambda: all(stopped()))
+            wait_until(lambda: not any(stopped()), "going on")
+        wait_until(lambda: all(stopped()), "the stop")
     finally:
         for process in everybody:
             process.kill()

@@ -53,19 +53,28 @@ def mapped(flags: int = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) -> Bytes:
 @pytest.fixture
 def memory() -> Bytes:
     """Such, where the kernel gives huge pages to this process."""
-    probe = mmap.mmap(-1, 8 * HUGE or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    probe.madvise(mmap.MADV_HUGEPAGE)
-    asked = np.frombuffer(probe, np.uint8)
-    asked[:] = 1
-    if not lying(asked):
+    if not kernel_has_some():
         pytest.skip("the kernel has no huge pages for this process")
     return mapped()
 
 
+def kernel_has_some() -> bool:
+    """Whether memory that asks for huge pages is given all of them just now."""
+    if not HUGE:
+        return False
+    probe = mmap.mmap(-1, 8 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    probe.madvise(mmap.MADV_HUGEPAGE)
+    asked = np.frombuffer(probe, np.uint8)
+    asked[:] = 1
+    return lying(asked) >= 7 * HUGE
+
+
 def moved(*areas: Area) -> int:
     """How much is in huge pages then; how many there are is the kernel's business."""
-    if not (found := move(areas, LONG_S)):
+    found = move(areas, LONG_S)
+    if not found and not kernel_has_some():
         pytest.skip("the kernel has no huge pages left")
+    assert found
     assert found == in_huge_pages(areas)
     return found
 
@@ -163,6 +172,7 @@ def test_no_piece_is_begun_too_late(memory: Bytes) -> None:
     before = fill(memory)
     ticks = itertools.count()
     found = move([area(memory)], 2.0, clock=lambda: float(next(ticks)))
+    assert found or not kernel_has_some()
     assert found <= max(PIECE_BYTES, HUGE)
     assert memory.tobytes() == before
 

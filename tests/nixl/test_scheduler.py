@@ -249,10 +249,10 @@ def test_a_consumer_says_which_engine_it_refuses() -> None:
 def test_a_taken_port_ends_the_start_of_those_that_are_read_from(
     role: Role, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve(config: NixlConfig, answers: object) -> Server:
+    def serve(engine: Engine, config: NixlConfig, answers: object) -> Server:
         raise ConfigError(f"port {config.side_channel_port} is taken")
 
-    monkeypatch.setattr(Engine, "_serve", lambda _, *given: serve(*given))
+    monkeypatch.setattr(Engine, "_serve", serve)
     network = Network(Clock())
     if role is not Role.CONSUMER:
         with pytest.raises(ConfigError, match="port 5600 is taken"):
