@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 from kvplugin.connectors.nixl.descriptor import LayerMemory
 from kvplugin.contract import GroupKind
-from kvplugin.layout import KVLayout
+from kvplugin.layout import KVLayout, StatePart
 
 _FEW: Final = 3
 """Names of a list that a message shows."""
@@ -68,13 +68,35 @@ def differences(sides: Sides) -> Iterator[str]:
 
 
 def _unequal_states(sides: Sides) -> Iterator[str]:
+    here, there = sides.here, sides.there[0].layer
+    if here.state and there.state:
+        yield from _unequal_insides(sides, "a recurrent state has no rows of tokens")
+        yield from _unequal_parts(here.state, there.state)
+        return
     if sides.tp_sizes[0] != sides.tp_sizes[1]:
         yield differ(
             "tensor-parallel ranks of a recurrent state",
             sides.tp_sizes,
-            "states can't be split: use one --tensor-parallel-size",
+            "nobody knows how ranks share it: use one --tensor-parallel-size",
         )
     yield from _unequal_bytes(sides, "a recurrent state has no rows")
+
+
+def _unequal_parts(
+    here: Sequence[StatePart], there: Sequence[StatePart]
+) -> Iterator[str]:
+    """Of states whose rows are known: the same rows, on whatever ranks."""
+    for names in ("name", "row_bytes"), ("total_rows",):
+        sides = [
+            [tuple(getattr(part, name) for name in names) for part in parts]
+            for parts in (here, there)
+        ]
+        if sides[0] != sides[1]:
+            yield differ(
+                "parts of a recurrent state, " + " and ".join(names),
+                sides,
+                "serve one model, with equal options for states and drafts",
+            )
 
 
 def _unequal_pages(sides: Sides) -> Iterator[str]:
@@ -106,14 +128,25 @@ def _unknown_bytes(layer: LayerMemory) -> str:
 
 def _unequal_bytes(sides: Sides, why: str) -> Iterator[str]:
     here, there = sides.here, sides.there[0].layer
+    yield from _unequal_insides(sides, why)
+    sizes = [(side.page_bytes, run_sizes(side)) for side in (here, there)]
+    if sides.block_sizes[0] == sides.block_sizes[1] and sizes[0] != sizes[1]:
+        yield differ(
+            "bytes of a page, and of its runs",
+            sizes,
+            f"pages can't be converted ({why}): use one KV cache layout",
+        )
+
+
+def _unequal_insides(sides: Sides, why: str) -> Iterator[str]:
+    here, there = sides.here, sides.there[0].layer
     if sides.block_sizes[0] != sides.block_sizes[1]:
         yield differ(
             "block size",
             sides.block_sizes,
             f"pages can't be converted ({why}): use one --block-size",
         )
-        return
-    if not here.interior and not there.interior:
+    elif not here.interior and not there.interior:
         yield (
             "what is inside a page has no name, neither here nor there "
             f"({why}): the engine's adapter has to name it (KVTensor.interior)"
@@ -124,12 +157,6 @@ def _unequal_bytes(sides: Sides, why: str) -> Iterator[str]:
             (here.interior, there.interior),
             f"pages can't be converted ({why}): use one attention backend, "
             "--kv-cache-dtype and instruction set",
-        )
-    if here.page_bytes != there.page_bytes or run_sizes(here) != run_sizes(there):
-        yield differ(
-            "bytes of a page, and of its runs",
-            [(side.page_bytes, run_sizes(side)) for side in (here, there)],
-            f"pages can't be converted ({why}): use one KV cache layout",
         )
 
 

@@ -59,6 +59,7 @@ def negotiate(reader: EngineDescriptor, source: EngineDescriptor) -> Agreement:
         pairing
         for rank in reader.ranks
         for pairing in pair_layers(reader, rank, source, refused)
+        if rank.rank % reader.tp_size == 0
     ]
     if reasons or refused:
         raise Refusal([*reasons, *refused.reasons()])
@@ -190,23 +191,17 @@ def _drafting(group: GroupDescriptor) -> str:
 def _summary(
     reader: EngineDescriptor, source: EngineDescriptor, pairings: Iterable[Pairing]
 ) -> str:
-    """What happens to the layers of tensor-parallel rank 0."""
+    """What happens to the layers of tensor-parallel rank 0: these are its pairings."""
     layers: dict[str, list[str]] = {}
     heads: dict[str, list[str]] = {}
-    own = {
-        layer.name: layer
-        for rank in reader.ranks
-        if rank.rank % reader.tp_size == 0
-        for layer in rank.layers
-    }
+    anew = reader.tp_size != source.tp_size
     for pairing in pairings:
-        if own.get(pairing.layer) is not pairing.target:
-            continue
-        names = layers.setdefault(_how(pairing), [])
+        how = _how(pairing, anew=anew)
+        names = layers.setdefault(how, [])
         if pairing.layer not in names:
             names.append(pairing.layer)
-        if len(names) == 1 and reader.tp_size != source.tp_size:
-            heads.setdefault(_how(pairing), []).append(_heads(pairing, source))
+        if len(names) == 1 and anew:
+            heads.setdefault(how, []).append(_heads(pairing, source))
     parts = [
         ", ".join(
             [f"{len(names)} layer{'s' * (len(names) > 1)} {how}", *heads.get(how, ())]
@@ -216,10 +211,11 @@ def _summary(
     return "; ".join(parts) or "no layers"
 
 
-def _how(pairing: Pairing) -> str:
+def _how(pairing: Pairing, *, anew: bool) -> str:
     plan = pairing.conversion
     if plan is None:
-        return "moved as they are"
+        is_split = anew and pairing.target.state
+        return "of states, row by row" if is_split else "moved as they are"
     sizes = plan.source.pool_tokens, plan.target.pool_tokens
     names = [
         layer.rows.name if layer.rows and layer.rows.name else layer.interior

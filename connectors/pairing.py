@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from msgspec import structs
 
 from kvplugin.connectors.differences import (
     Holder,
@@ -16,6 +19,7 @@ from kvplugin.connectors.nixl.descriptor import (
     LayerMemory,
     RankDescriptor,
 )
+from kvplugin.contract import GroupKind
 from kvplugin.errors import LayoutMismatchError
 from kvplugin.layout import (
     Conversion,
@@ -25,6 +29,7 @@ from kvplugin.layout import (
     head_slices,
     plan_conversion,
     plan_staging,
+    state_slices,
 )
 
 
@@ -39,7 +44,8 @@ class Pairing:
     source: LayerMemory
     target: LayerMemory
     conversion: Conversion | None
-    """None: pages are moved as bytes, run by run."""
+    """None: what is read is moved as bytes, run by run of `source` and `target`, which
+    are whole pages, or the rows of a state that the rank has for ours."""
     source_blocks: int
     """Of the peer's pool, the null block included."""
     target_blocks: int
@@ -102,18 +108,18 @@ def pair_layers(
         if reasons:
             continue
         try:
-            pairs = list(_pairs(sides, plans))
+            found = list(_sources(sides, plans))
         except LayoutMismatchError as error:
             refused.add(layer.name, str(error))
             continue
-        for holder, conversion in pairs:
+        for one in found:
             yield Pairing(
                 group=layer.group,
                 layer=layer.name,
-                remote_rank=holder.rank,
-                source=holder.layer,
-                target=layer,
-                conversion=conversion,
+                remote_rank=one.rank,
+                source=one.source,
+                target=one.target,
+                conversion=one.conversion,
                 source_blocks=source.num_blocks,
                 target_blocks=reader.num_blocks,
             )
@@ -131,19 +137,68 @@ def _holders(engine: EngineDescriptor) -> dict[str, list[Holder]]:
 # -- what is read ----------------------------------------------------------------------
 
 
-def _pairs(sides: Sides, plans: "_Plans") -> Iterator[tuple[Holder, Conversion | None]]:
+class _Source(NamedTuple):
+    """What is read of a layer from one rank."""
+
+    rank: int
+    source: LayerMemory
+    target: LayerMemory
+    conversion: Conversion | None
+
+
+def _sources(sides: Sides, plans: "_Plans") -> Iterator[_Source]:
     here = sides.here
+    if sides.kind is GroupKind.MAMBA and _is_shared_anew(sides):
+        yield from _shares_of_a_state(sides)
+        return
     if not here.total_heads:
         # All ranks hold the same rows: ours spread over them. A state is our own
         # rank's, whose number of ranks is the same.
         holder = sides.there[sides.own % len(sides.there)]
-        yield holder, plans.conversion(here, holder.layer, None)
+        yield _source(holder, here, plans, None)
         return
     slices = head_slices(here.total_heads, *sides.tp_sizes[::-1], sides.own)
     whole = is_whole(sides)
     for rank, heads in slices:
-        holder = sides.there[rank]
-        yield holder, plans.conversion(here, holder.layer, None if whole else heads)
+        yield _source(sides.there[rank], here, plans, None if whole else heads)
+
+
+def _source(
+    holder: Holder, here: LayerMemory, plans: "_Plans", heads: HeadSlice | None
+) -> _Source:
+    conversion = plans.conversion(here, holder.layer, heads)
+    return _Source(holder.rank, holder.layer, here, conversion)
+
+
+def _is_shared_anew(sides: Sides) -> bool:
+    """Whether our rank's state is made of rows of several states, or of some rows."""
+    here, there = sides.here, sides.there[0].layer
+    if not (here.state and there.state):
+        return False
+    return (
+        sides.tp_sizes[0] != sides.tp_sizes[1]
+        or here.state != there.state
+        or run_sizes(here) != run_sizes(there)
+    )
+
+
+def _shares_of_a_state(sides: Sides) -> Iterator[_Source]:
+    """Runs of rows, in place of those of whole pages."""
+    here = sides.here
+    pages = [holder.layer.runs[0] for holder in sides.there]
+    for part in state_slices(
+        (sides.there[0].layer.state, pages),
+        (here.state, here.runs[0]),
+        sides.tp_sizes[0],
+        sides.own,
+    ):
+        holder = sides.there[part.source_rank]
+        yield _Source(
+            holder.rank,
+            structs.replace(holder.layer, runs=list(part.source)),
+            structs.replace(here, runs=list(part.target)),
+            None,
+        )
 
 
 class _Plans:

@@ -30,7 +30,7 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from kvplugin.events import KVCacheEvent
-from kvplugin.layout import KVLayout, PageLayout, TensorLayout
+from kvplugin.layout import KVLayout, PageLayout, StatePart, TensorLayout
 
 
 class GroupKind(StrEnum):
@@ -383,6 +383,10 @@ class KVTensor:
     total_heads: int = 0
     """KV heads of the layer over all tensor-parallel ranks; 0 where every rank holds
     the same rows (a latent)."""
+    state: tuple[StatePart, ...] = ()
+    """How ranks share the rows of a recurrent state, where that is known; empty: its
+    pages can only be moved as they are, between as many ranks. `interior` says nothing
+    of rows and ranks then."""
 
 
 class WorkerHalf(Protocol):

@@ -96,6 +96,7 @@ def _layer(
         interior=tensor.interior,
         total_heads=tensor.total_heads,
         rows=tensor.rows,
+        state=sorted(tensor.state, key=lambda part: part.offset),
     )
 
 

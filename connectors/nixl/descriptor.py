@@ -5,7 +5,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from kvplugin.contract import GroupKind
-from kvplugin.layout import KVLayout, Run
+from kvplugin.layout import KVLayout, Run, StatePart
 
 FORMAT: Final = 1
 Format: TypeAlias = Literal[1]
@@ -35,6 +35,8 @@ class LayerMemory(_Struct, frozen=True):
     """`kvplugin.contract.KVTensor.total_heads`."""
     rows: KVLayout | None
     """Where rows lie; None if nobody knows: blocks can only be moved as they are."""
+    state: list[StatePart]
+    """`kvplugin.contract.KVTensor.state`, by place."""
 
 
 class HostIdentity(_Struct, frozen=True):

@@ -19,6 +19,8 @@ MAX_DESCRIPTOR_BYTES: Final = 4 << 20
 """Of an encoded descriptor: about 10,000 layers, counted on each rank."""
 MAX_ALL_RUNS: Final = 1 << 17
 """Of all layers of all ranks together."""
+MAX_STATE_PARTS: Final = 256
+"""Of a layer."""
 MAX_RANKS: Final = 1024
 MAX_LAYERS: Final = 4096
 """Of a rank."""
@@ -51,7 +53,8 @@ def check_engine(engine: EngineDescriptor) -> None:
         raise _wrong(
             "tp_size", f"{engine.tp_size}, which {len(engine.ranks)} ranks do not fill"
         )
-    runs = sum(len(layer.runs) for rank in engine.ranks for layer in rank.layers)
+    layers = [layer for rank in engine.ranks for layer in rank.layers]
+    runs = sum(len(layer.runs) + len(layer.state) for layer in layers)
     _number("runs", runs, 0, MAX_ALL_RUNS, "in all layers")
     for i, group in enumerate(engine.groups):
         _number(f"groups[{i}].block_size", group.block_size, 1, MAX_TOKENS)
@@ -102,6 +105,7 @@ def _check_layer(field: str, layer: LayerMemory) -> None:
     _number(f"{field}.page_bytes", layer.page_bytes, 1, MAX_PAGE_BYTES)
     _number(f"{field}.total_heads", layer.total_heads, 0, 1 << 20)
     _number(f"{field}.runs", len(layer.runs), 1, MAX_RUNS, "entries")
+    _number(f"{field}.state", len(layer.state), 0, MAX_STATE_PARTS, "entries")
     for j, run in enumerate(layer.runs):
         if not _can_be(run):
             where = f"{field}.runs[{j}]"
@@ -139,6 +143,7 @@ def _check_memory(rank: RankDescriptor, engine: EngineDescriptor) -> None:
                 _number(f"{field}.runs[{j}]", end, 1, _END, "is its end")
         if layer.rows is not None:
             _check_rows(f"{field}.rows", layer, layer.rows, engine)
+        _check_state(f"{field}.state", layer, engine.tp_size)
 
 
 def _check_rows(
@@ -181,6 +186,22 @@ def _check_heads(field: str, total: int, heads: int, tp_size: int) -> None:
         raise _wrong(field, f"{heads} of {total} on each of {tp_size} ranks")
 
 
+def _check_state(field: str, layer: LayerMemory, tp_size: int) -> None:
+    """Parts follow each other in the page's one run."""
+    if layer.state and len(layer.runs) != 1:
+        raise _wrong(field, f"of a page in {len(layer.runs)} runs")
+    end = 0
+    for part in layer.state:
+        _text(f"{field}.name", part.name)
+        _number(f"{field}.rows", part.rows, 1, MAX_PAGE_BYTES)
+        _number(f"{field}.row_bytes", part.row_bytes, 1, MAX_PAGE_BYTES)
+        _number(f"{field}.total_rows", part.total_rows, 1, MAX_PAGE_BYTES)
+        _number(f"{field}.offset", part.offset, end, MAX_PAGE_BYTES)
+        _check_heads(f"{field}.rows", part.total_rows, part.rows, tp_size)
+        end = part.end
+    _number(f"{field}.offset", end, 0, layer.runs[0].nbytes, "is the end of the last")
+
+
 def _check_stages(engine: EngineDescriptor) -> None:
     """Ranks that share the heads of layers hold equal shapes; no others hold them."""
     homes: dict[str, int] = {}
@@ -210,6 +231,7 @@ def _shape(rank: RankDescriptor) -> list[tuple[object, ...]]:
             layer.interior,
             layer.total_heads,
             layer.rows.heads if layer.rows else 0,
+            layer.state,
         )
         for layer in rank.layers
     )

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvplugin.connectors.nixl.config import NixlConfig, Role
@@ -19,6 +19,8 @@ from kvplugin.contract import (
     SchedulerHalf,
     WorkerHalf,
 )
+from kvplugin.integration.reference.config import ModelConfig
+from kvplugin.integration.reference.layers.recurrent import KIND, shared_state
 from kvplugin.spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -29,6 +31,7 @@ from kvplugin.spec import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    dtype_name,
     layer_spec,
 )
 from kvplugin.worker.describe import describe_caches
@@ -164,20 +167,26 @@ def group_kind(spec: KVCacheSpec, layers: Sequence[str]) -> GroupKind:
     return next((kind for cls, kind in _KINDS if isinstance(one, cls)), GroupKind.OTHER)
 
 
-def register(half: WorkerHalf, tensors: KVTensors, num_kv_heads: int) -> None:
+def register(half: WorkerHalf, tensors: KVTensors, model: ModelConfig) -> None:
     """Give a worker half its rank's KV memory.
 
     Args:
         half: the rank's.
         tensors: its memory.
-        num_kv_heads: over all ranks, of each layer that keeps keys and values.
+        model: whose KV it is.
     """
     heads = {
-        name: num_kv_heads
+        name: model.num_kv_heads
         for name, cache in tensors.layers.items()
         if not isinstance(cache.spec, (MLAAttentionSpec, MambaSpec))
     }
-    half.register(describe_caches(tensors, heads))
+    described = describe_caches(tensors, heads)
+    for name, tensor in described.items():
+        if isinstance(spec := tensors.layers[name].spec, MambaSpec):
+            interior = "/".join((KIND, *map(dtype_name, spec.dtypes)))
+            state = shared_state(spec, model.num_heads)
+            described[name] = replace(tensor, interior=interior, state=state)
+    half.register(described)
 
 
 def introduce(half: SchedulerHalf, workers: Sequence[WorkerHalf]) -> None:

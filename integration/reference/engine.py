@@ -170,8 +170,7 @@ class ReferenceEngine:
         ]
         workers = [connector.make_worker_half(info) for info in infos]
         for worker, runner in zip(workers, self.ranks.runners, strict=True):
-            heads = runner.model.config.num_kv_heads
-            register(worker, runner.tensors, heads)
+            register(worker, runner.tensors, runner.model.config)
         half = connector.make_scheduler_half(infos[0])
         introduce(half, workers)
         return half, workers

@@ -5,7 +5,6 @@ the same inside, which its name says (`kvplugin.contract.KVTensor.interior`).
 """
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -22,6 +21,7 @@ from kvplugin import spec as ours
 from kvplugin.contract import KVTensor
 from kvplugin.errors import KVPluginError
 from kvplugin.integration.vllm.cpu_pages import PageKind, page_rows, probe
+from kvplugin.integration.vllm.states import conv_layout, parts_of_states
 from kvplugin.integration.vllm.translate import layer_specs
 from kvplugin.integration.vllm.versions import has_standard_views
 from kvplugin.layout import KVLayout
@@ -34,8 +34,6 @@ logger = logging.getLogger("vllm.kvplugin.nixl")
 CPU_ATTENTION: Final = "CPU_ATTN"
 _PLAIN_LATENTS: Final = ("CPU_MLA", "AMX_MLA", "TRITON_MLA")
 """MLA backends that keep latents token by token, and are not in the table."""
-_CONV_LAYOUT: Final = "VLLM_SSM_CONV_STATE_LAYOUT"
-"""vLLM's variable: which axis of a convolution's state comes first."""
 
 
 def with_rows(
@@ -97,7 +95,9 @@ class _Layer:
     def described(self, unknown: dict[str, str]) -> KVTensor:
         """The tensor with its rows; why there are none goes to `unknown`."""
         if isinstance(self.spec, MambaSpec):
-            return replace(self.tensor, interior=self._states())
+            state = parts_of_states(self.spec, self.made, self.rank.tp_size)
+            interior = self._interior_of_states(is_known=bool(state))
+            return replace(self.tensor, interior=interior, state=state)
         try:
             rows = self._rows()
         except Exception as error:  # whatever vLLM's probing comes to
@@ -208,19 +208,19 @@ class _Layer:
             )
         )
 
-    def _states(self) -> str:
+    def _interior_of_states(self, *, is_known: bool) -> str:
+        """Without what the parts of a state say, where they are known."""
         spec = self.spec
         parts = [
             type(spec).__name__,
             str(getattr(spec, "mamba_type", "")),
-            *(
-                f"{tuple(shape)}:{dtype}".replace("torch.", "").replace(" ", "")
-                for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-            ),
-            os.environ.get(_CONV_LAYOUT, "SD"),
+            *(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
+            conv_layout(),
         ]
-        if self.rank.tp_size > 1 and not getattr(spec, "tp_replicated", False):
-            parts.append(f"rank {self.rank.tp_rank} of {self.rank.tp_size}")
+        if not is_known:
+            parts += [str(tuple(shape)).replace(" ", "") for shape in spec.shapes]
+            if self.rank.tp_size > 1:
+                parts.append(f"rank {self.rank.tp_rank} of {self.rank.tp_size}")
         return "/".join(parts)
 
     def _total_heads(self) -> int:

@@ -11,6 +11,13 @@ from kvplugin.layout.heads import HeadSlice, RankSlice, head_slices
 from kvplugin.layout.interior import MAX_PARTS, KVLayout, Part
 from kvplugin.layout.runs import MAX_RUNS, PageLayout, Run, TensorLayout, block_runs
 from kvplugin.layout.staging import Staging, Stretch, plan_staging
+from kvplugin.layout.states import (
+    Section,
+    StatePart,
+    StateSlice,
+    state_parts,
+    state_slices,
+)
 
 __all__ = [
     "MAX_PARTS",
@@ -24,11 +31,16 @@ __all__ = [
     "Part",
     "RankSlice",
     "Run",
+    "Section",
     "Staging",
+    "StatePart",
+    "StateSlice",
     "Stretch",
     "TensorLayout",
     "block_runs",
     "head_slices",
     "plan_conversion",
     "plan_staging",
+    "state_parts",
+    "state_slices",
 ]

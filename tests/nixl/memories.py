@@ -19,11 +19,19 @@ from kvplugin.connectors.nixl.descriptor import EngineDescriptor, RankDescriptor
 from kvplugin.connectors.nixl.messages import GroupRead
 from kvplugin.connectors.nixl.reads import ReadPlanner, Transfer
 from kvplugin.contract import EngineInfo, GroupInfo, GroupKind, KVTensor, ModelIdentity
-from kvplugin.layout import PageLayout, TensorLayout
+from kvplugin.layout import (
+    PageLayout,
+    Section,
+    StatePart,
+    TensorLayout,
+    state_parts,
+)
 from tests.core.kv_caches import Cache, Sizes
 
 MODEL = ModelIdentity(name="toy", dtype="bfloat16")
-STATE_BYTES = 96
+STATE_STRIDE = 128
+STATE_ROWS = {"x": 8, "B": 1, "matrix": 8}
+"""Over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +64,36 @@ class Side:
 
 
 class StateCache:
-    """Blocks of bytes."""
+    """Blocks of bytes: a convolution's last three inputs, each of two projections, and
+    a matrix a head."""
 
-    def __init__(self, blocks: int, seed: int) -> None:
+    def __init__(self, blocks: int, seed: int, ranks: int) -> None:
         generator = np.random.default_rng(seed)
-        self.buffer = generator.integers(0, 256, (blocks + 2) * 128, dtype=np.uint8)
-        self.array = self.buffer[128:-128].reshape(blocks, 128)[:, :STATE_BYTES]
+        size = (blocks + 2) * STATE_STRIDE
+        self.buffer = generator.integers(0, 256, size, dtype=np.uint8)
+        self.parts = self._parts(ranks)
+        pages = self.buffer[STATE_STRIDE:-STATE_STRIDE].reshape(blocks, STATE_STRIDE)
+        self.array = pages[:, : self.parts[-1].end]
         self.address = self.array.ctypes.data
+
+    @staticmethod
+    def _parts(ranks: int) -> tuple[StatePart, ...]:
+        x, inputs, matrix = (
+            Section(name, max(1, total // ranks), total, width)
+            for (name, total), width in zip(STATE_ROWS.items(), (2, 4, 1), strict=True)
+        )
+        channels = x.rows * x.width + inputs.rows * inputs.width
+        conv = state_parts((3, channels), 1, [x, inputs], itemsize=1, offset=0)
+        heads = (matrix.rows, 6)
+        return (
+            *conv,
+            *state_parts(heads, 0, [matrix], itemsize=1, offset=conv[-1].end),
+        )
+
+    def rows(self, part: StatePart) -> np.ndarray:
+        """[blocks, rows, bytes]"""
+        found = self.array[:, part.offset : part.end]
+        return found.reshape(len(found), part.rows, part.row_bytes)
 
 
 def held(total: int, ranks: int, rank: int) -> list[int]:
@@ -108,7 +139,7 @@ class Engine:
     def _cache(self, layer: Layer, rank: int, index: int) -> Cache | StateCache:
         seed = self.side.seed * 1000 + rank * 100 + index
         if layer.state:
-            return StateCache(self.side.blocks, seed)
+            return StateCache(self.side.blocks, seed, self.side.tp)
         split = self.side.splits[layer.group]
         tokens = self.side.block_sizes[layer.group] // split
         heads = len(held(layer.heads, self.side.tp, rank % self.side.tp))
@@ -165,7 +196,7 @@ class Engine:
             axes.index("block"),
         )
         if isinstance(cache, StateCache):
-            return KVTensor(cache.address, view, interior="state")
+            return KVTensor(cache.address, view, interior="state", state=cache.parts)
         return KVTensor(
             cache.address,
             view,
@@ -195,8 +226,21 @@ class Engine:
     def fill(self) -> None:
         """Ranks that hold copies of a head, or a latent, hold the same."""
         for layer in self.layers:
-            if not layer.state:
+            if layer.state:
+                self._fill_states(layer)
+            else:
                 self._fill(layer)
+
+    def _fill_states(self, layer: Layer) -> None:
+        for rank, caches in enumerate(self.caches):
+            cache = caches.get(layer.name)
+            if not isinstance(cache, StateCache):
+                continue
+            for i, part in enumerate(cache.parts):
+                own = held(part.total_rows, self.side.tp, rank % self.side.tp)
+                rng = np.random.default_rng(self.side.seed + i)
+                shape = (self.side.blocks, part.total_rows, part.row_bytes)
+                cache.rows(part)[:] = rng.integers(0, 256, shape, np.uint8)[:, own]
 
     def _fill(self, layer: Layer) -> None:
         content: list[np.ndarray] = []

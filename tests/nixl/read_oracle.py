@@ -7,10 +7,10 @@ import numpy as np
 from kvplugin.connectors.nixl.messages import GroupRead, ReadOrder
 from kvplugin.connectors.nixl.reads import ReadPlanner
 from tests.nixl.memories import (
-    STATE_BYTES,
     Engine,
     Layer,
     Memory,
+    StateCache,
     allow_blocks,
     execute,
     held,
@@ -59,10 +59,7 @@ def check_layer(
     """Every token of the order, one by one."""
     peers = [i for i, caches in enumerate(there.caches) if layer.name in caches]
     if layer.state:
-        mine = here.caches[rank][layer.name].array[read.local_ids[0]]
-        theirs = there.caches[peers[rank % len(peers)]][layer.name].array
-        assert len(mine) == STATE_BYTES
-        np.testing.assert_array_equal(mine, theirs[read.remote_ids[0]])
+        check_state(there, here, rank, layer, (read.remote_ids[0], read.local_ids[0]))
         return
     sizes = [side.block_sizes[read.group] for side in (there.side, here.side)]
     heads = held(layer.heads, here.side.tp, rank % here.side.tp)
@@ -84,3 +81,27 @@ def check_layer(
                 np.testing.assert_array_equal(
                     one[place], other[owned.index(head)], err_msg=f"{layer} {token}"
                 )
+
+
+def check_state(
+    there: Engine, here: Engine, rank: int, layer: Layer, blocks: tuple[int, int]
+) -> None:
+    """Every row of ours, one by one."""
+    mine = here.caches[rank][layer.name]
+    assert isinstance(mine, StateCache)
+    for i, part in enumerate(mine.parts):
+        for place, row in enumerate(held(part.total_rows, here.side.tp, rank)):
+            peer = next(
+                peer
+                for peer in range(there.side.tp)
+                if row in held(part.total_rows, there.side.tp, peer)
+            )
+            owned = held(part.total_rows, there.side.tp, peer)
+            stage = next(i for i, c in enumerate(there.caches) if layer.name in c)
+            theirs = there.caches[stage + peer][layer.name]
+            assert isinstance(theirs, StateCache)
+            np.testing.assert_array_equal(
+                mine.rows(part)[blocks[1], place],
+                theirs.rows(theirs.parts[i])[blocks[0], owned.index(row)],
+                err_msg=f"{part} {row}",
+            )

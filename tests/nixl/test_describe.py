@@ -1,7 +1,7 @@
 """A descriptor survives the wire; an impossible one is refused, naming the field."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -111,15 +111,19 @@ def test_a_rank_alone() -> None:
         assert [pair.remote_rank for pair in pairs] == [i, i]
 
 
-def plain() -> dict[str, Any]:
+def states(tp: int = 1) -> Engine:
+    return engine(kinds=[GroupKind.MAMBA], sizes=[8], tp=tp)
+
+
+def plain(make: Callable[[], Engine] = hybrid) -> dict[str, Any]:
     """A descriptor as the wire has it."""
-    fields: dict[str, Any] = msgpack.unpackb(encode_engine(hybrid().descriptor()))
+    fields: dict[str, Any] = msgpack.unpackb(encode_engine(make().descriptor()))
     return fields
 
 
-def change(path: str, value: Any) -> bytes:
+def change(path: str, value: Any, make: Callable[[], Engine] = hybrid) -> bytes:
     """That descriptor with one field changed."""
-    whole = plain()
+    whole = plain(make)
     place: Any = whole
     *steps, last = (int(s) if s.isdigit() else s for s in path.split("."))
     for step in steps:
@@ -213,6 +217,31 @@ def test_impossible_fields(path: str, value: Any, field: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ("state", lambda parts: parts * 40, "state is 280 entries"),
+        ("state", lambda parts: parts[::-1], "state.offset"),
+        ("state.0", ["x", 0, 8, 2], "state"),
+        ("state.0", ["", 0, 8, 2, 8], "state.name"),
+        ("state.0", ["\n", 0, 8, 2, 8], "state.name"),
+        ("state.0", ["x", -1, 8, 2, 8], "state.offset is -1"),
+        ("state.0", ["x", 0, 0, 2, 8], "state.rows is 0"),
+        ("state.0", ["x", 0, 4, 2, 8], "state.rows is 4 of 8 on each of 1 ranks"),
+        ("state.0", ["x", 0, 8, 0, 8], "state.row_bytes is 0"),
+        ("state.0", ["x", 0, 8, 2, 0], "state.total_rows is 0"),
+        ("state.0", ["x", 0, 2**39, 2**39, 2**39], "state.offset"),
+        ("state.1.1", 15, "state.offset is 15, not from 16"),
+        ("state.6.1", 61, "state.offset is 109 is the end of the last"),
+        ("runs", [[0, 128, 54], [54, 128, 54]], "state is of a page in 2 runs"),
+    ],
+)
+def test_impossible_states(path: str, value: Any, field: str) -> None:
+    with pytest.raises(IntegrityError, match=field) as refused:
+        decode_engine(change(f"{LAYER}.{path}", value, states))
+    assert len(str(refused.value)) < 3000
+
+
+@pytest.mark.parametrize(
     "data", [b"", b"\xc1", b"\x93\x01\x02", b"\x81\xa1a" * 5000, msgpack.packb({})]
 )
 @pytest.mark.parametrize("decode", [decode_engine, decode_rank])
@@ -268,15 +297,18 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-PEER: EngineDescriptor = hybrid().descriptor()
+PEERS: Mapping[Callable[[], Engine], EngineDescriptor] = {
+    hybrid: hybrid().descriptor(),
+    states: states(2).descriptor(),
+}
 
 
 @settings(max_examples=400, deadline=None)
-@given(data=st.data())
-def test_fuzzed_fields(data: st.DataObject) -> None:
+@given(st.sampled_from(list(PEERS)), st.data())
+def test_fuzzed_fields(make: Callable[[], Engine], data: st.DataObject) -> None:
     """What is accepted can be negotiated with: a pairing or a refusal, nothing else,
     and addresses that fit 63 bits."""
-    whole = plain()
+    whole, here = plain(make), PEERS[make]
     for _ in range(data.draw(st.integers(1, 3))):
         container, key = data.draw(st.sampled_from(places(whole)))
         container[key] = data.draw(values)
@@ -285,8 +317,8 @@ def test_fuzzed_fields(data: st.DataObject) -> None:
     except IntegrityError:
         return
     try:
-        negotiate(PEER, found)
-        pairs = pair_rank(PEER, PEER.ranks[0], found)
+        negotiate(here, found)
+        pairs = pair_rank(here, here.ranks[0], found)
     except Refusal:
         return
     for pair in pairs:

@@ -377,12 +377,48 @@ def test_pages_of_other_sizes() -> None:
     )
 
 
+def states(tp: int = 1) -> Engine:
+    return engine(kinds=[GroupKind.MAMBA], sizes=[8], tp=tp)
+
+
 def test_states_on_other_numbers_of_ranks() -> None:
-    kinds = [GroupKind.MAMBA]
-    sides = [engine(kinds=kinds, sizes=[8], tp=tp).descriptor() for tp in (2, 1)]
-    (reason,) = reasons(*sides)
-    assert "tensor-parallel ranks of a recurrent state: 2 here, 1 there" in reason
-    assert "--tensor-parallel-size" in reason
+    for here, there, ranks in ((2, 1, ["0"]), (1, 2, ["0", "1"]), (4, 2, ["0"])):
+        sides = [states(tp).descriptor() for tp in (here, there)]
+        said = "".join(f", from rank {rank}" for rank in ranks)
+        assert negotiate(*sides).summary == f"2 layers of states, row by row{said}", (
+            sides
+        )
+
+
+@pytest.mark.parametrize("unknown", [{0}, {1}, {0, 1}])
+def test_states_that_nobody_knows_on_other_numbers_of_ranks(unknown: set[int]) -> None:
+    def without_parts(layer: LayerMemory) -> LayerMemory:
+        return structs.replace(layer, state=[])
+
+    sides = [
+        changed(states(tp), without_parts) if i in unknown else states(tp).descriptor()
+        for i, tp in enumerate((2, 1))
+    ]
+    found = reasons(*sides)
+    assert "tensor-parallel ranks of a recurrent state: 2 here, 1 there" in found[0]
+    assert "--tensor-parallel-size" in found[0]
+    assert "bytes of a page, and of its runs" in found[1]
+    # As many ranks: the page is the same, whoever knows its parts.
+    sides[1] = changed(states(2), without_parts)
+    assert negotiate(*sides).summary == "2 layers moved as they are"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("name", "y"), ("row_bytes", 4), ("total_rows", 16)]
+)
+def test_states_of_other_rows(field: str, value: object) -> None:
+    def other(layer: LayerMemory) -> LayerMemory:
+        last = layer.state[-1]._replace(**{field: value})
+        return structs.replace(layer, state=[*layer.state[:-1], last])
+
+    (reason,) = reasons(states().descriptor(), changed(states(), other))
+    assert "layers 0.0, 0.1: parts of a recurrent state" in reason
+    assert f"{value!r}" in reason
 
 
 def test_states_in_other_blocks() -> None:
@@ -390,7 +426,7 @@ def test_states_in_other_blocks() -> None:
     sides = [engine(kinds=kinds, sizes=[n]).descriptor() for n in (256, 512)]
     (reason,) = reasons(*sides)
     assert "block size: 256 here, 512 there" in reason
-    assert "a recurrent state has no rows" in reason
+    assert "a recurrent state has no rows of tokens" in reason
 
 
 def test_other_dtypes_and_heads() -> None:
@@ -446,8 +482,7 @@ def test_every_reason_at_once() -> None:
         "model revision",
         "layers 0.2, 1.2 are there and not here",
         "layers 0.0, 0.1: KV heads: 8 here, 4 there",
-        "layers 1.0, 1.1: tensor-parallel ranks of a recurrent state: 1 here, 2 there",
         "layers 1.0, 1.1: block size: 8 here, 16 there",
     ):
         assert any(part in reason for reason in found), (part, found)
-    assert len(found) == 6
+    assert len(found) == 5

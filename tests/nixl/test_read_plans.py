@@ -34,6 +34,7 @@ def memory(address: int, runs: Sequence[Run], page: int = PAGE) -> LayerMemory:
         interior="same",
         total_heads=0,
         rows=None,
+        state=[],
     )
 
 

@@ -52,7 +52,6 @@ def engines(draw: st.DrawFn) -> tuple[Engine, Engine, str]:
     if draw(st.booleans()):
         layers.append(Layer("state", len(kinds), 0, 0, 0, state=True))
         kinds.append(GroupKind.MAMBA)
-        tp = (tp[0], tp[0])
     same = draw(st.booleans())
     sides = []
     for i in range(2):

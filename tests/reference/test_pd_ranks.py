@@ -56,18 +56,14 @@ def test_latents_are_the_same_on_every_rank(theirs: int, ours: int) -> None:
 STATES: tuple[LayerConfig, ...] = (RECURRENT, FULL)
 
 
-def test_states_of_as_many_ranks() -> None:
-    with Pair(STATES, **ranks(2, 2)) as pair:
-        assert pair.serve(PROMPT).num_cached_tokens == len(PROMPT) - 1
-
-
-@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1)])
-def test_states_of_other_ranks_are_refused_and_computed(theirs: int, ours: int) -> None:
+@pytest.mark.parametrize(("theirs", "ours"), RATIOS)
+def test_states_are_shared_out_by_heads(theirs: int, ours: int) -> None:
     with Pair(model=shaped(STATES), **ranks(theirs, ours)) as pair:
-        for _ in range(2):
-            assert pair.serve(tokens(60)).num_cached_tokens in (0, 48)
-        assert pair.d.count("refused_peers") == 1
-        assert pair.d.count("reads") == 0
+        assert pair.serve(PROMPT).num_cached_tokens == len(PROMPT) - 1
+        params = pair.prefill(other := tokens(70, seed=2))
+        spoil(pair.p.engine, params, 0)
+        with pytest.raises(AssertionError):
+            pair.decode(other, params)
 
 
 def test_a_rank_that_cannot_read_fails_the_read_for_all() -> None:

@@ -6,6 +6,8 @@ convolution mixes a token with the few before it. What is kept of a request are 
 tensors, whatever its length: the convolution's last inputs and the matrices.
 """
 
+from typing import Final
+
 import torch
 from torch.nn import functional
 
@@ -18,7 +20,27 @@ from kvplugin.integration.reference.layers.base import (
     WeightShape,
 )
 from kvplugin.integration.reference.layers.softmax import unproject
-from kvplugin.spec import KVCacheSpec, MambaSpec
+from kvplugin.layout import Section, StatePart, state_parts
+from kvplugin.spec import KVCacheSpec, MambaSpec, dtype_bytes
+
+KIND: Final = "gated_linear"
+"""Names its states."""
+
+
+def shared_state(spec: MambaSpec, num_heads: int) -> tuple[StatePart, ...]:
+    """How ranks share a layer's states: head by head.
+
+    Args:
+        spec: of a rank.
+        num_heads: over all ranks.
+    """
+    heads = Section("heads", spec.shapes[1][0], num_heads)
+    itemsizes = [dtype_bytes(dtype) for dtype in spec.dtypes]
+    inputs = state_parts(spec.shapes[0], 1, [heads], itemsize=itemsizes[0], offset=0)
+    matrices = state_parts(
+        spec.shapes[1], 0, [heads], itemsize=itemsizes[1], offset=inputs[-1].end
+    )
+    return (*inputs, *matrices)
 
 
 class RecurrentLayer(MixerBase):
@@ -66,7 +88,7 @@ class RecurrentLayer(MixerBase):
             block_size=cache.mamba_block_size,
             shapes=self._shapes,
             dtypes=(dtype, dtype),
-            mamba_type="gated_linear",
+            mamba_type=KIND,
             mamba_cache_mode=cache.mamba_cache_mode,
             num_speculative_blocks=cache.num_drafts,
         )
