@@ -11,6 +11,26 @@ _FEW: Final = 3
 """Names of a list that a message shows."""
 
 
+class _Changes(NamedTuple):
+    """What makes pages equal."""
+
+    of_sizes: str
+    of_insides: str
+
+
+_PAGES: Final = _Changes(
+    "use one --block-size",
+    "use one attention backend, --kv-cache-dtype and instruction set",
+)
+_NO_TOKENS: Final = "a recurrent state has no rows of tokens"
+_STATES: Final = _Changes(
+    "by itself vLLM makes blocks as large as a rank's state needs; start both with the "
+    "larger as --block-size",
+    "use one kind of device, VLLM_SSM_CONV_STATE_LAYOUT, --mamba-cache-dtype and "
+    "--mamba-ssm-cache-dtype",
+)
+
+
 class Holder(NamedTuple):
     """A rank of the peer, and its part of a layer."""
 
@@ -70,7 +90,7 @@ def differences(sides: Sides) -> Iterator[str]:
 def _unequal_states(sides: Sides) -> Iterator[str]:
     here, there = sides.here, sides.there[0].layer
     if here.state and there.state:
-        yield from _unequal_insides(sides, "a recurrent state has no rows of tokens")
+        yield from _unequal_insides(sides, _NO_TOKENS, _STATES)
         yield from _unequal_parts(here.state, there.state)
         return
     if sides.tp_sizes[0] != sides.tp_sizes[1]:
@@ -79,24 +99,25 @@ def _unequal_states(sides: Sides) -> Iterator[str]:
             sides.tp_sizes,
             "nobody knows how ranks share it: use one --tensor-parallel-size",
         )
-    yield from _unequal_bytes(sides, "a recurrent state has no rows")
+    yield from _unequal_bytes(sides, _NO_TOKENS, _STATES)
 
 
 def _unequal_parts(
     here: Sequence[StatePart], there: Sequence[StatePart]
 ) -> Iterator[str]:
     """Of states whose rows are known: the same rows, on whatever ranks."""
-    for names in ("name", "row_bytes"), ("total_rows",):
-        sides = [
-            [tuple(getattr(part, name) for name in names) for part in parts]
-            for parts in (here, there)
-        ]
-        if sides[0] != sides[1]:
-            yield differ(
-                "parts of a recurrent state, " + " and ".join(names),
-                sides,
-                "serve one model, with equal options for states and drafts",
-            )
+    sides = [
+        [(part.name, part.row_bytes, part.total_rows, part.places) for part in parts]
+        for parts in (here, there)
+    ]
+    if sides[0] != sides[1]:
+        pairs = zip(*sides, strict=False)
+        first = next((pair for pair in pairs if pair[0] != pair[1]), sides)
+        yield differ(
+            "parts of a recurrent state, (name, bytes of a row, rows, places)",
+            first,
+            "serve one model, with one --speculative-config",
+        )
 
 
 def _unequal_pages(sides: Sides) -> Iterator[str]:
@@ -126,9 +147,9 @@ def _unknown_bytes(layer: LayerMemory) -> str:
     return ""
 
 
-def _unequal_bytes(sides: Sides, why: str) -> Iterator[str]:
+def _unequal_bytes(sides: Sides, why: str, changes: _Changes = _PAGES) -> Iterator[str]:
     here, there = sides.here, sides.there[0].layer
-    yield from _unequal_insides(sides, why)
+    yield from _unequal_insides(sides, why, changes)
     sizes = [(side.page_bytes, run_sizes(side)) for side in (here, there)]
     if sides.block_sizes[0] == sides.block_sizes[1] and sizes[0] != sizes[1]:
         yield differ(
@@ -138,13 +159,13 @@ def _unequal_bytes(sides: Sides, why: str) -> Iterator[str]:
         )
 
 
-def _unequal_insides(sides: Sides, why: str) -> Iterator[str]:
+def _unequal_insides(sides: Sides, why: str, changes: _Changes) -> Iterator[str]:
     here, there = sides.here, sides.there[0].layer
     if sides.block_sizes[0] != sides.block_sizes[1]:
         yield differ(
             "block size",
             sides.block_sizes,
-            f"pages can't be converted ({why}): use one --block-size",
+            f"pages can't be converted ({why}): {changes.of_sizes}",
         )
     elif not here.interior and not there.interior:
         yield (
@@ -155,8 +176,7 @@ def _unequal_insides(sides: Sides, why: str) -> Iterator[str]:
         yield differ(
             "inside of a page",
             (here.interior, there.interior),
-            f"pages can't be converted ({why}): use one attention backend, "
-            "--kv-cache-dtype and instruction set",
+            f"pages can't be converted ({why}): {changes.of_insides}",
         )
 
 

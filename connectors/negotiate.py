@@ -194,13 +194,12 @@ def _summary(
     """What happens to the layers of tensor-parallel rank 0: these are its pairings."""
     layers: dict[str, list[str]] = {}
     heads: dict[str, list[str]] = {}
-    anew = reader.tp_size != source.tp_size
     for pairing in pairings:
-        how = _how(pairing, anew=anew)
+        how = _how(pairing)
         names = layers.setdefault(how, [])
         if pairing.layer not in names:
             names.append(pairing.layer)
-        if len(names) == 1 and anew:
+        if len(names) == 1 and reader.tp_size != source.tp_size:
             heads.setdefault(how, []).append(_heads(pairing, source))
     parts = [
         ", ".join(
@@ -211,11 +210,10 @@ def _summary(
     return "; ".join(parts) or "no layers"
 
 
-def _how(pairing: Pairing, *, anew: bool) -> str:
+def _how(pairing: Pairing) -> str:
     plan = pairing.conversion
     if plan is None:
-        is_split = anew and pairing.target.state
-        return "of states, row by row" if is_split else "moved as they are"
+        return "of states, part by part" if pairing.is_shared else "moved as they are"
     sizes = plan.source.pool_tokens, plan.target.pool_tokens
     names = [
         layer.rows.name if layer.rows and layer.rows.name else layer.interior

@@ -44,12 +44,13 @@ class Pairing:
     source: LayerMemory
     target: LayerMemory
     conversion: Conversion | None
-    """None: what is read is moved as bytes, run by run of `source` and `target`, which
-    are whole pages, or the rows of a state that the rank has for ours."""
+    """None: the runs of `source` and `target` are moved as bytes, pairwise."""
     source_blocks: int
     """Of the peer's pool, the null block included."""
     target_blocks: int
     """Of ours."""
+    is_shared: bool = False
+    """Rows of a state, not whole pages."""
 
 
 class Refused:
@@ -122,6 +123,7 @@ def pair_layers(
                 conversion=one.conversion,
                 source_blocks=source.num_blocks,
                 target_blocks=reader.num_blocks,
+                is_shared=one.is_shared,
             )
 
 
@@ -143,7 +145,8 @@ class _Source(NamedTuple):
     rank: int
     source: LayerMemory
     target: LayerMemory
-    conversion: Conversion | None
+    conversion: Conversion | None = None
+    is_shared: bool = False
 
 
 def _sources(sides: Sides, plans: "_Plans") -> Iterator[_Source]:
@@ -197,7 +200,7 @@ def _shares_of_a_state(sides: Sides) -> Iterator[_Source]:
             holder.rank,
             structs.replace(holder.layer, runs=list(part.source)),
             structs.replace(here, runs=list(part.target)),
-            None,
+            is_shared=True,
         )
 
 

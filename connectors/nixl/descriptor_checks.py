@@ -5,6 +5,7 @@ bounded length, texts that a log can show, and ranks that are alike. Whoever sen
 reading and checking it takes less than about a second.
 """
 
+import itertools
 from typing import Final
 
 from kvplugin.connectors.nixl.descriptor import (
@@ -19,7 +20,7 @@ MAX_DESCRIPTOR_BYTES: Final = 4 << 20
 """Of an encoded descriptor: about 10,000 layers, counted on each rank."""
 MAX_ALL_RUNS: Final = 1 << 17
 """Of all layers of all ranks together."""
-MAX_STATE_PARTS: Final = 256
+MAX_STATE_PARTS: Final = 16
 """Of a layer."""
 MAX_RANKS: Final = 1024
 MAX_LAYERS: Final = 4096
@@ -54,8 +55,10 @@ def check_engine(engine: EngineDescriptor) -> None:
             "tp_size", f"{engine.tp_size}, which {len(engine.ranks)} ranks do not fill"
         )
     layers = [layer for rank in engine.ranks for layer in rank.layers]
-    runs = sum(len(layer.runs) + len(layer.state) for layer in layers)
+    runs = sum(len(layer.runs) for layer in layers)
     _number("runs", runs, 0, MAX_ALL_RUNS, "in all layers")
+    places = sum(part.places for layer in layers for part in layer.state)
+    _number("state.places", places, 0, MAX_ALL_RUNS, "in all layers")
     for i, group in enumerate(engine.groups):
         _number(f"groups[{i}].block_size", group.block_size, 1, MAX_TOKENS)
         _number(f"groups[{i}].window", group.window, 0, _END)
@@ -187,19 +190,24 @@ def _check_heads(field: str, total: int, heads: int, tp_size: int) -> None:
 
 
 def _check_state(field: str, layer: LayerMemory, tp_size: int) -> None:
-    """Parts follow each other in the page's one run."""
+    """Parts are in the page's one run, and do not overlap."""
     if layer.state and len(layer.runs) != 1:
         raise _wrong(field, f"of a page in {len(layer.runs)} runs")
-    end = 0
+    runs: list[tuple[int, int]] = []
     for part in layer.state:
         _text(f"{field}.name", part.name)
-        _number(f"{field}.rows", part.rows, 1, MAX_PAGE_BYTES)
-        _number(f"{field}.row_bytes", part.row_bytes, 1, MAX_PAGE_BYTES)
-        _number(f"{field}.total_rows", part.total_rows, 1, MAX_PAGE_BYTES)
-        _number(f"{field}.offset", part.offset, end, MAX_PAGE_BYTES)
+        for name in ("rows", "row_bytes", "total_rows", "place_stride"):
+            _number(f"{field}.{name}", getattr(part, name), 1, MAX_PAGE_BYTES)
+        _number(f"{field}.places", part.places, 1, MAX_RUNS)
+        _number(f"{field}.offset", part.offset, 0, MAX_PAGE_BYTES)
         _check_heads(f"{field}.rows", part.total_rows, part.rows, tp_size)
-        end = part.end
-    _number(f"{field}.offset", end, 0, layer.runs[0].nbytes, "is the end of the last")
+        _number(f"{field}.offset", part.end, 0, layer.runs[0].nbytes, "is its end")
+        size = part.rows * part.row_bytes
+        for place in range(part.places):
+            start = part.offset + place * part.place_stride
+            runs.append((start, start + size))
+    for (_, end), (start, _) in itertools.pairwise(sorted(runs)):
+        _number(f"{field}.offset", start, end, MAX_PAGE_BYTES)
 
 
 def _check_stages(engine: EngineDescriptor) -> None:

@@ -216,6 +216,7 @@ class _Layer:
             str(getattr(spec, "mamba_type", "")),
             *(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
             conv_layout(),
+            self.tensor.device.partition(":")[0],
         ]
         if not is_known:
             parts += [str(tuple(shape)).replace(" ", "") for shape in spec.shapes]

@@ -5,9 +5,10 @@ channels of a convolution are those of several projections side by side, and eac
 these is split over the ranks for itself.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
+
+from vllm.model_executor.layers.mamba import mamba_utils
 
 from kvplugin.layout import Section, StatePart, state_parts
 
@@ -15,13 +16,11 @@ Shape: TypeAlias = Sequence[int]
 Shared: TypeAlias = tuple[int, Sequence[Section]]
 """The axis of a tensor that is split over ranks, and what lies along it."""
 
-_CONV_LAYOUT: Final = "VLLM_SSM_CONV_STATE_LAYOUT"
-"""vLLM's variable: which axis of a convolution's state comes first."""
-
 
 def conv_layout() -> str:
     """``SD``: the channels place by place; ``DS``: the places channel by channel."""
-    return os.environ.get(_CONV_LAYOUT, "SD")
+    chosen = getattr(mamba_utils, "get_conv_state_layout", None)
+    return "SD" if chosen is None else str(chosen())  # 0.19 has no choice
 
 
 def parts_of_states(spec: Any, made: Any, tp_size: int) -> tuple[StatePart, ...]:

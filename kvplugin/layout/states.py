@@ -14,21 +14,34 @@ from kvplugin.layout.runs import Run
 
 
 class StatePart(NamedTuple):
-    """Rows of a rank that follow each other, at one place of every page."""
+    """Rows of a rank that follow each other, at one place of every page or at several,
+    as for each of the last inputs of a convolution."""
 
     name: str
     offset: int
     """Bytes from the start of a page to the first row."""
     rows: int
+    """At each place."""
     row_bytes: int
     total_rows: int
     """Over all ranks. They are split in order and evenly, and copied where there are
     more ranks, as KV heads are (`kvplugin.layout.head_slices`)."""
+    places: int
+    place_stride: int
+    """Bytes from place to place."""
 
     @property
     def end(self) -> int:
         """Bytes from the start of a page to where the last row ends."""
-        return self.offset + self.rows * self.row_bytes
+        last = (self.places - 1) * self.place_stride
+        return self.offset + last + self.rows * self.row_bytes
+
+    def runs(self, page: Run, first: int, count: int) -> Iterator[Run]:
+        """Some of its rows, place by place."""
+        start = page.offset + self.offset + first * self.row_bytes
+        for place in range(self.places):
+            at = start + place * self.place_stride
+            yield Run(at, page.stride, count * self.row_bytes)
 
 
 class Section(NamedTuple):
@@ -75,15 +88,12 @@ def state_parts(
     if length != shape[axis]:
         raise ValueError(f"{sections} have {length} entries, axis {axis} of {shape}")
     inner = math.prod(shape[axis + 1 :]) * itemsize
+    places, stride = math.prod(shape[:axis]), shape[axis] * inner
     found = []
-    for place in range(outer := math.prod(shape[:axis])):
-        for section in sections:
-            name = f"{section.name} {place}" if outer > 1 else section.name
-            size = section.width * inner
-            found.append(
-                StatePart(name, offset, section.rows, size, section.total_rows)
-            )
-            offset = found[-1].end
+    for name, rows, total_rows, width in sections:
+        size = width * inner
+        found.append(StatePart(name, offset, rows, size, total_rows, places, stride))
+        offset += rows * size
     return tuple(found)
 
 
@@ -94,6 +104,8 @@ def state_slices(
     target_rank: int,
 ) -> Iterator[StateSlice]:
     """Where a target rank finds its rows, by the rank that has them.
+
+    Of rows that several ranks hold, those of a rank are read that has others too.
 
     Args:
         source: parts of the side that is read, and the pages of each of its ranks.
@@ -106,16 +118,18 @@ def state_slices(
         LayoutMismatchError: rows cannot be split evenly over one of the sides.
     """
     found: dict[int, tuple[list[Run], list[Run]]] = {}
-    pages, ranks = source[1], (len(source[1]), target_ranks)
-    for there, here in zip(source[0], target[0], strict=True):
-        for rank, rows in head_slices(here.total_rows, *ranks, target_rank):
+    parts = zip(source[0], target[0], strict=True)
+    ranks = len(source[1])
+    for there, here in sorted(parts, key=lambda pair: -pair[1].total_rows):
+        total = here.total_rows
+        for holder, (first, own, count) in head_slices(
+            total, ranks, target_ranks, target_rank
+        ):
+            copies = max(1, ranks // total)
+            twins = range(holder - holder % copies, holder - holder % copies + copies)
+            rank = next((twin for twin in twins if twin in found), holder)
             theirs, ours = found.setdefault(rank, ([], []))
-            theirs.append(_run(there, pages[rank], rows.source_first, rows.num_heads))
-            ours.append(_run(here, target[1], rows.target_first, rows.num_heads))
+            theirs += there.runs(source[1][rank], first, count)
+            ours += here.runs(target[1], own, count)
     for rank, (theirs, ours) in sorted(found.items()):
         yield StateSlice(rank, tuple(theirs), tuple(ours))
-
-
-def _run(part: StatePart, page: Run, first: int, count: int) -> Run:
-    start = page.offset + part.offset + first * part.row_bytes
-    return Run(start, page.stride, count * part.row_bytes)

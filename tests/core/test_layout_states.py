@@ -1,11 +1,10 @@
 """States that are shared out over other numbers of ranks: every row arrives."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplugin.errors import LayoutMismatchError
@@ -90,6 +89,7 @@ TENSORS = st.lists(
 RANKS = st.sampled_from([1, 2, 4, 8])
 
 
+@settings(deadline=None)
 @given(TENSORS, RANKS, RANKS, st.data())
 def test_every_row_arrives(
     tensors: list[Tensor], theirs: int, ours: int, data: st.DataObject
@@ -118,8 +118,8 @@ def test_every_row_arrives(
 
 def test_pages_may_lie_anywhere() -> None:
     parts = state_parts((4, 3), 0, [Section("heads", 4, 4)], itemsize=2, offset=6)
-    assert parts == (StatePart("heads", 6, 4, 6, 4),)
-    half = (StatePart("heads", 0, 2, 6, 4),)
+    assert parts == (StatePart("heads", 6, 4, 6, 4, 1, 24),)
+    half = (StatePart("heads", 0, 2, 6, 4, 1, 24),)
     (one,) = state_slices((parts, [Run(100, 64, 40)]), (half, Run(7, 32, 12)), 2, 1)
     assert one.source_rank == 0
     assert one.source == (Run(100 + 6 + 2 * 6, 64, 12),)
@@ -132,7 +132,27 @@ def test_an_axis_that_is_longer_than_what_lies_along_it() -> None:
 
 
 def test_rows_that_ranks_cannot_share_evenly() -> None:
-    parts = (StatePart("heads", 0, 6, math.prod((2, 3)), 6),)
+    parts = (StatePart("heads", 0, 6, 6, 6, 1, 36),)
     page = Run(0, 36, 36)
     with pytest.raises(LayoutMismatchError, match="split evenly over 4 ranks"):
         list(state_slices((parts, [page]), (parts, page), 4, 0))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(4, 2), (2, 4), (8, 4), (1, 2), (4, 4)])
+def test_copies_are_read_from_a_rank_that_is_read_anyway(
+    theirs: int, ours: int
+) -> None:
+    """A single group of inputs, eight heads."""
+
+    def parts(ranks: int) -> tuple[StatePart, ...]:
+        heads = Section("heads", 8 // ranks, 8)
+        inputs = Section("inputs", 1, 1, 4)
+        width = heads.rows + inputs.width
+        return state_parts((3, width), 1, [inputs, heads], itemsize=1, offset=0)
+
+    for rank in range(ours):
+        pages = [Run(0, 64, 64)] * theirs
+        found = list(
+            state_slices((parts(theirs), pages), (parts(ours), pages[0]), ours, rank)
+        )
+        assert len(found) == max(1, theirs // ours)

@@ -121,7 +121,7 @@ def test_states_have_a_name_and_no_rows(warnings):
     cache = torch.zeros(NUM_BLOCKS, 1, 1, 256, dtype=torch.int8)
     tensor = described(mamba(), cache, "GDN_ATTN")
     assert tensor.rows is None
-    assert "bfloat16/float32/SD/(3,8)/(2,4)" in tensor.interior
+    assert "bfloat16/float32/SD/cpu/(3,8)/(2,4)" in tensor.interior
     assert tensor.total_heads == 0
     assert not warnings.records
 

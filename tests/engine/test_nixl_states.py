@@ -10,8 +10,8 @@ from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvplugin.integration.vllm.states import parts_of_states
-from kvplugin.layout import StatePart
+from kvplugin.integration.vllm.states import conv_layout, parts_of_states
+from kvplugin.layout import Run, StatePart
 from tests.engine.version import is_019
 
 Shapes = Callable[[int], tuple[tuple[int, ...], ...]]
@@ -97,8 +97,12 @@ def spec_of(name: str, ranks: int, **changes: Any) -> tuple[Any, Any]:
 
 @pytest.fixture(params=["SD", "DS"])
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Which axis of a convolution's state comes first."""
-    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", request.param)
+    """Which axis of a convolution's state comes first; None: vLLM chooses."""
+    if is_019() and request.param == "DS":
+        pytest.skip("vLLM 0.19 has one order")
+    monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT", raising=False)
+    if request.param is not None:
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", request.param)
     cached = getattr(mamba_utils.get_conv_state_layout, "cache_clear", None)
     if cached is not None:
         cached()
@@ -113,12 +117,15 @@ def test_the_parts_fill_the_page_on_any_number_of_ranks(name, order):
     for ranks in (1, 2, 4):
         spec, layer = spec_of(name, ranks)
         parts = parts_of_states(spec, layer, ranks)
-        ends = [0, *(part.end for part in parts)]
-        assert [part.offset for part in parts] == ends[:-1]
-        assert ends[-1] == spec.page_size_bytes
+        filled = [0] * spec.page_size_bytes
+        page = Run(0, len(filled), len(filled))
         for part in parts:
             assert part.rows == max(1, part.total_rows // ranks)
-        said.append([(p.name, p.row_bytes, p.total_rows) for p in parts])
+            for run in part.runs(page, 0, part.rows):
+                for byte in range(run.offset, run.offset + run.nbytes):
+                    filled[byte] += 1
+        assert set(filled) == {1}
+        said.append([(p.name, p.row_bytes, p.total_rows, p.places) for p in parts])
     # The same rows over all ranks, however many there are.
     assert said[0] == said[1] == said[2]
 
@@ -144,11 +151,20 @@ def test_projections_are_where_vllm_has_them(name, ranks, order):
     assert (matrix.offset, matrix.rows * matrix.row_bytes) == split.ssm_sizes
 
 
+@pytest.mark.parametrize("order", [None, "SD", "DS"], indirect=True)
+def test_the_order_is_vllms_own(order):
+    assert conv_layout() == (order or "SD")
+    (shape,) = short_conv(1)
+    (part,) = parts_of_states(*spec_of("short convolution", 1), 1)
+    places = 1 if shape[0] == 64 else shape[0]
+    assert (part.rows, part.places) == (64, places)
+
+
 def test_a_single_group_is_on_every_rank(order):
     spec, layer = spec_of("mamba 2, one group", 4)
     parts = parts_of_states(spec, layer, 4)
-    copies = {p.name.split()[0]: p.total_rows for p in parts}
-    assert copies == {"x": 8, "B": 1, "C": 1, "matrix": 8}
+    rows = {part.name: part.total_rows for part in parts}
+    assert rows == {"x": 8, "B": 1, "C": 1, "matrix": 8}
 
 
 @pytest.mark.skipif(is_019(), reason="vLLM 0.19 has no copies of states")

@@ -30,6 +30,7 @@ from tests.core.kv_caches import Cache, Sizes
 
 MODEL = ModelIdentity(name="toy", dtype="bfloat16")
 STATE_STRIDE = 128
+"""Of rank 0; of each other one it is larger, as where pages are padded."""
 STATE_ROWS = {"x": 8, "B": 1, "matrix": 8}
 """Over all ranks."""
 
@@ -61,23 +62,28 @@ class Side:
     tp: int = 1
     pp: int = 1
     seed: int = 0
+    state_gap: int = 0
+    """Bytes between a state's convolution and its matrix."""
 
 
 class StateCache:
     """Blocks of bytes: a convolution's last three inputs, each of two projections, and
     a matrix a head."""
 
-    def __init__(self, blocks: int, seed: int, ranks: int) -> None:
+    def __init__(
+        self, blocks: int, seed: int, ranks: int, rank: int, gap: int = 0
+    ) -> None:
         generator = np.random.default_rng(seed)
-        size = (blocks + 2) * STATE_STRIDE
+        stride = STATE_STRIDE + 8 * rank
+        size = (blocks + 2) * stride
         self.buffer = generator.integers(0, 256, size, dtype=np.uint8)
-        self.parts = self._parts(ranks)
-        pages = self.buffer[STATE_STRIDE:-STATE_STRIDE].reshape(blocks, STATE_STRIDE)
+        self.parts = self._parts(ranks, gap)
+        pages = self.buffer[stride:-stride].reshape(blocks, stride)
         self.array = pages[:, : self.parts[-1].end]
         self.address = self.array.ctypes.data
 
     @staticmethod
-    def _parts(ranks: int) -> tuple[StatePart, ...]:
+    def _parts(ranks: int, gap: int) -> tuple[StatePart, ...]:
         x, inputs, matrix = (
             Section(name, max(1, total // ranks), total, width)
             for (name, total), width in zip(STATE_ROWS.items(), (2, 4, 1), strict=True)
@@ -87,13 +93,17 @@ class StateCache:
         heads = (matrix.rows, 6)
         return (
             *conv,
-            *state_parts(heads, 0, [matrix], itemsize=1, offset=conv[-1].end),
+            *state_parts(heads, 0, [matrix], itemsize=1, offset=conv[-1].end + gap),
         )
 
     def rows(self, part: StatePart) -> np.ndarray:
-        """[blocks, rows, bytes]"""
-        found = self.array[:, part.offset : part.end]
-        return found.reshape(len(found), part.rows, part.row_bytes)
+        """[blocks, places, rows, bytes]"""
+        step, inner = self.array.strides
+        return np.lib.stride_tricks.as_strided(
+            self.array[:, part.offset :],
+            (len(self.array), part.places, part.rows, part.row_bytes),
+            (step, part.place_stride, part.row_bytes, inner),
+        )
 
 
 def held(total: int, ranks: int, rank: int) -> list[int]:
@@ -139,7 +149,8 @@ class Engine:
     def _cache(self, layer: Layer, rank: int, index: int) -> Cache | StateCache:
         seed = self.side.seed * 1000 + rank * 100 + index
         if layer.state:
-            return StateCache(self.side.blocks, seed, self.side.tp)
+            side = self.side
+            return StateCache(side.blocks, seed, side.tp, rank, side.state_gap)
         split = self.side.splits[layer.group]
         tokens = self.side.block_sizes[layer.group] // split
         heads = len(held(layer.heads, self.side.tp, rank % self.side.tp))
@@ -239,8 +250,8 @@ class Engine:
             for i, part in enumerate(cache.parts):
                 own = held(part.total_rows, self.side.tp, rank % self.side.tp)
                 rng = np.random.default_rng(self.side.seed + i)
-                shape = (self.side.blocks, part.total_rows, part.row_bytes)
-                cache.rows(part)[:] = rng.integers(0, 256, shape, np.uint8)[:, own]
+                shape = (self.side.blocks, part.places, part.total_rows, part.row_bytes)
+                cache.rows(part)[:] = rng.integers(0, 256, shape, np.uint8)[:, :, own]
 
     def _fill(self, layer: Layer) -> None:
         content: list[np.ndarray] = []

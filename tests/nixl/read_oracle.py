@@ -101,7 +101,7 @@ def check_state(
             theirs = there.caches[stage + peer][layer.name]
             assert isinstance(theirs, StateCache)
             np.testing.assert_array_equal(
-                mine.rows(part)[blocks[1], place],
-                theirs.rows(theirs.parts[i])[blocks[0], owned.index(row)],
+                mine.rows(part)[blocks[1], :, place],
+                theirs.rows(theirs.parts[i])[blocks[0], :, owned.index(row)],
                 err_msg=f"{part} {row}",
             )

@@ -27,6 +27,7 @@ def engine(
     layers: int = 2,
     blocks: int = 4,
     splits: Sequence[int] | None = None,
+    gap: int = 0,
     **changes: object,
 ) -> Engine:
     """An engine with some layers of each kind."""
@@ -38,7 +39,7 @@ def engine(
         for i in range(layers)
     ]
     backends = {layer.name: backend for layer in made}
-    side = Side(backends, sizes, splits or [1] * len(sizes), blocks, tp, pp)
+    side = Side(backends, sizes, splits or [1] * len(sizes), blocks, tp, pp, 0, gap)
     return Engine(made, side, kinds, **changes)  # type: ignore[arg-type]
 
 
@@ -377,15 +378,15 @@ def test_pages_of_other_sizes() -> None:
     )
 
 
-def states(tp: int = 1) -> Engine:
-    return engine(kinds=[GroupKind.MAMBA], sizes=[8], tp=tp)
+def states(tp: int = 1, gap: int = 0) -> Engine:
+    return engine(kinds=[GroupKind.MAMBA], sizes=[8], tp=tp, gap=gap)
 
 
 def test_states_on_other_numbers_of_ranks() -> None:
     for here, there, ranks in ((2, 1, ["0"]), (1, 2, ["0", "1"]), (4, 2, ["0"])):
         sides = [states(tp).descriptor() for tp in (here, there)]
         said = "".join(f", from rank {rank}" for rank in ranks)
-        assert negotiate(*sides).summary == f"2 layers of states, row by row{said}", (
+        assert negotiate(*sides).summary == f"2 layers of states, part by part{said}", (
             sides
         )
 
@@ -409,7 +410,8 @@ def test_states_that_nobody_knows_on_other_numbers_of_ranks(unknown: set[int]) -
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("name", "y"), ("row_bytes", 4), ("total_rows", 16)]
+    ("field", "value"),
+    [("name", "y"), ("row_bytes", 4), ("total_rows", 16), ("places", 2)],
 )
 def test_states_of_other_rows(field: str, value: object) -> None:
     def other(layer: LayerMemory) -> LayerMemory:
@@ -427,6 +429,21 @@ def test_states_in_other_blocks() -> None:
     (reason,) = reasons(*sides)
     assert "block size: 256 here, 512 there" in reason
     assert "a recurrent state has no rows of tokens" in reason
+    assert "start both with the larger as --block-size" in reason
+
+
+def test_states_in_another_order() -> None:
+    def other(layer: LayerMemory) -> LayerMemory:
+        return structs.replace(layer, interior="state/DS")
+
+    (reason,) = reasons(states().descriptor(), changed(states(), other))
+    assert "inside of a page: 'state' here, 'state/DS' there" in reason
+    assert "VLLM_SSM_CONV_STATE_LAYOUT" in reason
+
+
+def test_states_of_other_pages_on_as_many_ranks() -> None:
+    sides = states(2).descriptor(), states(2, gap=4).descriptor()
+    assert negotiate(*sides).summary == "2 layers of states, part by part"
 
 
 def test_other_dtypes_and_heads() -> None:

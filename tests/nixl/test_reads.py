@@ -65,7 +65,9 @@ def engines(draw: st.DrawFn) -> tuple[Engine, Engine, str]:
             splits.append(1 if kind is GroupKind.MAMBA else draw(st.integers(1, 2)))
             size = draw(st.sampled_from([1, 2, 3, 4, 8]))
             sizes.append(8 if kind is GroupKind.MAMBA else size * splits[-1])
-        sides.append(Side(backends, sizes, splits, BLOCKS, tp[i], seed=i + 1))
+        gap = draw(st.sampled_from([0, 4]))
+        made = Side(backends, sizes, splits, BLOCKS, tp[i], seed=i + 1, state_gap=gap)
+        sides.append(made)
     if same:
         sides[1] = replace(sides[0], tp=tp[1], seed=2, blocks=draw(st.integers(9, 11)))
     pp = draw(st.integers(1, 2))
