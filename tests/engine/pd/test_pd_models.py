@@ -152,6 +152,7 @@ def test_wrong_bytes_of_any_group_would_have_been_noticed(engines):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)  # SmolLM2 without AMX: 28,500 tokens in bf16, twice
 def test_long_prompts_by_the_dozen(engines):
     model, producer, consumer = engines
     prompts = [tokens(f"{model.name} long {i}", 1000 + 250 * i) for i in range(12)]
