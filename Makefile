@@ -8,9 +8,10 @@ ORACLE := .cache/vllm-0.19.1
 VENV_019 := .venv-019
 BIN_019 := $(VENV_019)/bin
 READY_019 := $(VENV_019)/.ready
-# Tests of one file stay in one process: they share engines.
+# Tests of one file stay in one process: they share engines. In their own order: files
+# with few tests have the longest ones, and would all come last.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo serve pd test test-full test-vllm-019 soak check bench clean
 help:

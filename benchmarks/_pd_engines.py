@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -94,6 +94,7 @@ def pairs(
     prompts: int,
     block_size: int,
     huge_pages: bool,
+    settings: Mapping[str, Any],
     logs: Path,
 ) -> Iterator[dict[str, Pair]]:
     """Both pairs, ``ours`` and ``theirs``, stopped; gone when the block is left.
@@ -104,6 +105,7 @@ def pairs(
         prompts: that the producers keep in their prefix caches.
         block_size: of all four.
         huge_pages: for all four, not only for those whose connector sees to it.
+        settings: of our connector, by key.
         logs: folder for what they print.
     """
     blocks = -(-(prompts * tokens + SPARE_TOKENS) // block_size)
@@ -134,7 +136,7 @@ def pairs(
             # ours, where its pool can be looked at.
             distributed_executor_backend="mp",
             worker_extension_cls="benchmarks._pd_worker.Watch",
-            kv_transfer_config=_transfer_config(connector, role),
+            kv_transfer_config=_transfer_config(connector, role, settings),
         )
 
     with ThreadPoolExecutor(len(plan)) as pool:
@@ -163,9 +165,9 @@ def _channel() -> dict[str, str]:
     }
 
 
-def _transfer_config(connector: str, role: str) -> Any:
+def _transfer_config(connector: str, role: str, settings: Mapping[str, Any]) -> Any:
     if connector == "ours":
-        return nixl_transfer_config(role, {}, "fail")
+        return nixl_transfer_config(role, dict(settings), "fail")
     return {
         "kv_connector": "NixlConnector",
         "kv_role": f"kv_{role}",

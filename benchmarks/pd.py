@@ -80,6 +80,13 @@ BARS: Final = {
     is_flag=True,
     help="Also for vLLM's connector, which does not ask for them.",
 )
+@click.option(
+    "--same-host",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "off"]),
+    help="Ours: off reads over NIXL, as from another machine.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON at the end.")
 @click.option(
     "--logs",
@@ -93,6 +100,7 @@ def main(
     count: int,
     block_size: int,
     huge_pages: bool,
+    same_host: str,
     as_json: bool,
     logs: Path | None,
 ) -> None:
@@ -112,10 +120,11 @@ def main(
                 prompts=PROMPTS,
                 block_size=block_size,
                 huge_pages=huge_pages,
+                settings={"same_host": same_host},
                 logs=at,
             ) as both:
                 pages = "all" if huge_pages else "ours"
-                click.echo(f"\n{name}: huge pages for {pages}")
+                click.echo(f"\n{name}: huge pages for {pages}, same_host {same_host}")
                 bench = Bench(name, model, both, turns, count, block_size)
                 report[name] = {section: bench.run(section) for section in wanted}
     if as_json:

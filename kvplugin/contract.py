@@ -384,9 +384,9 @@ class KVTensor:
     """KV heads of the layer over all tensor-parallel ranks; 0 where every rank holds
     the same rows (a latent)."""
     state: tuple[StatePart, ...] = ()
-    """How ranks share the rows of a recurrent state, where that is known; empty: its
-    pages can only be moved as they are, between as many ranks. `interior` says nothing
-    of rows and ranks then."""
+    """How ranks share the rows of a recurrent state whose page is one run of bytes;
+    `interior` says nothing of rows and ranks then. Empty where that is not known: pages
+    can only be moved as they are, between as many ranks."""
 
 
 class WorkerHalf(Protocol):

@@ -41,8 +41,9 @@ def start_small(start_engine, smollm2):
     return partial(
         start_engine,
         model=str(smollm2),
+        dtype="float32",  # of processors without AMX bf16 takes several times as long
         max_model_len=8 * BLOCK,
-        kv_cache_memory_bytes=64 << 20,
+        kv_cache_memory_bytes=128 << 20,
         num_gpu_blocks_override=BLOCKS,
     )
 

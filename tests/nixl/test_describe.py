@@ -33,6 +33,7 @@ from kvplugin.errors import ConfigError, IntegrityError, LayoutMismatchError
 from kvplugin.layout import MAX_RUNS
 from tests.nixl.memories import Engine, Layer, Side
 from tests.nixl.test_negotiate import CPU, engine
+from tests.nixl.test_negotiate_states import states
 
 KINDS = [GroupKind.FULL, GroupKind.MAMBA]
 
@@ -109,10 +110,6 @@ def test_a_rank_alone() -> None:
         assert own.tp_size == 2
         pairs = pair_rank(own, rank, made.descriptor())
         assert [pair.remote_rank for pair in pairs] == [i, i]
-
-
-def states(tp: int = 1) -> Engine:
-    return engine(kinds=[GroupKind.MAMBA], sizes=[8], tp=tp)
 
 
 def plain(make: Callable[[], Engine] = hybrid) -> dict[str, Any]:

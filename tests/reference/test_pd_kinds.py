@@ -77,15 +77,18 @@ def test_states_in_every_mode(layers: Sequence[LayerConfig], mode: str) -> None:
         assert_groups_seen(pair)
 
 
-def test_records_arrive_bit_by_bit() -> None:
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16)])
+def test_records_arrive_bit_by_bit(sizes: tuple[int, int]) -> None:
     """Their answers are those of the producer itself, had it gone on."""
     model = tiny((RECORDS, RECORDS), dtype="float32")
-    with Pair(model=model, block_size=16) as pair:
+    theirs, ours = ({"block_size": size} for size in sizes)
+    with Pair(model=model, producer=theirs, consumer=ours) as pair:
         prompt = tokens(50)
         answer = pair.serve(prompt, tolerance=0.5)
         assert answer.num_cached_tokens == 49
         alone = pair.p.add(prompt, 4, None)
         pair.until(lambda: pair.p.is_done(alone), "the same here")
+        assert pair.p.answer(alone).log_probs == pytest.approx(answer.log_probs)
         assert pair.p.answer(alone).token_ids == answer.token_ids
         assert pair.d.engine.reset_prefix_cache()
         params = pair.prefill(prompt)
@@ -94,15 +97,7 @@ def test_records_arrive_bit_by_bit() -> None:
             pair.decode(prompt, params, tolerance=0.5)
         spoiled = list(pair.d.engine.answers.values())[-1]
         assert spoiled.num_cached_tokens == 49
-        assert spoiled.log_probs != answer.log_probs
-
-
-def test_records_in_blocks_of_another_size() -> None:
-    model = tiny((RECORDS, RECORDS), dtype="float32")
-    with Pair(
-        model=model, producer={"block_size": 16}, consumer={"block_size": 32}
-    ) as pair:
-        assert pair.serve(tokens(50), tolerance=0.5).num_cached_tokens == 49
+        assert spoiled.log_probs != pytest.approx(answer.log_probs)
 
 
 @pytest.mark.parametrize("block_sizes", [(8, 16), (16, 8)])

@@ -7,7 +7,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tests.engine.asking import Answer, answer_of, ask, scheduler
+from tests.engine.asking import (
+    Answer,
+    answer_of,
+    ask,
+    assert_close,
+    reset_within_a_second,
+    scheduler,
+)
+from tests.engine.host import EngineHost
 from tests.engine.version import is_019
 
 HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -151,3 +159,16 @@ def stepped(llm: Any, prompt: list[int]) -> Answer:
     candidates = answer_of(output).candidates[1]  # as they were before that rule
     best = max(candidates, key=candidates.__getitem__)
     return Answer((best,), (candidates,), 0, "length")
+
+
+def assert_goes_on(
+    engine: EngineHost, prompt: list[int], answer: Answer, noise: float
+) -> None:
+    """Each token of an answer is what the engine itself says next, of states that are
+    made in the same steps."""
+    for i, (token, candidates) in enumerate(
+        zip(answer.tokens, answer.candidates, strict=True)
+    ):
+        expected = engine.run(stepped, [*prompt, *answer.tokens[:i]])
+        assert engine.run(reset_within_a_second)
+        assert_close(expected, Answer((token,), (candidates,), 0, "length"), noise)

@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,17 @@ def several(*connectors: dict[str, Any]) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": list(connectors)},
     }
+
+
+def peers(address: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    """What `kvplugin peers` says of the engine there."""
+    command = Path(sys.executable).parent / "kvplugin"
+    return subprocess.run(
+        [command, "peers", address, *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 class Engines:

@@ -112,7 +112,9 @@ def test_a_producer_dies_before_a_read(consumer, producers):
     case = Case(consumer, "dies before")
     (params,) = producer.run(handing.prefill, [case.prompt])
     producers.kill(producer)
+    missed = counted(consumer, "missed_reads")
     case.decode(params)
+    assert counted(consumer, "missed_reads") == missed + 1
     assert counted(consumer, "reads") == read
 
 
@@ -156,9 +158,11 @@ def test_a_producer_dies_after_a_read(consumer, producers):
     producer = producers.living()
     case = Case(consumer, "dies after")
     (params,) = producer.run(handing.prefill, [case.prompt])
+    read = counted(consumer, "reads")
     assert consumer.run(faults.begin, case.prompt, params, "RUNNING")
     producers.kill(producer)
     case.ends_well(consumer.run(faults.finish))
+    assert counted(consumer, "reads") == read + 1
 
 
 @pytest.mark.full
@@ -262,6 +266,7 @@ def test_requests_that_read_are_preempted(tiny_engines, producers):
     params = producer.run(handing.prefill, prompts)
     answers = consumer.run(handing.decode, prompts, params, 90)
     assert consumer.run(asking.preemptions) > 0
+    assert counted(consumer, "reads") == len(prompts)
     for answer, other in zip(answers, expected, strict=True):
         assert_close(other, answer, NOISE)
     for host in (consumer, producer):

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -85,6 +84,31 @@ def alone(
     return answers
 
 
+def hand_over(
+    model: Handed, producer: EngineHost, consumer: EngineHost, prompts: list[list[int]]
+) -> None:
+    """Every prompt is read, and every answer is the consumer's own."""
+    before = reads(consumer)
+    params = producer.run(handing.prefill, prompts)
+    answers = consumer.run(
+        handing.decode, prompts, params, 3 if model.has_states else 8
+    )
+    assert reads(consumer) == before + len(prompts)
+    settled(producer, consumer)
+    assert consumer.run(asking.reset_within_a_second)
+    if model.has_states:
+        for prompt, answer in zip(prompts, answers, strict=True):
+            handing.assert_goes_on(consumer, prompt, answer, model.noise)
+        return
+    expected = alone(model, consumer, prompts, 8)
+    for answer, other in zip(answers, expected, strict=True):
+        assert_close(other, answer, model.noise)
+
+
+def reads(host: EngineHost) -> float:
+    return host.run(asking.metrics).get("vllm:kvplugin_nixl_reads", 0.0)
+
+
 def settled(*hosts: EngineHost) -> None:
     for host in hosts:
         assert not any(host.run(handing.settle).values())
@@ -97,16 +121,7 @@ def test_the_text_is_that_of_one_engine(engines, back):
     prompts = [
         tokens(f"{model.name} {back} {length}", length) for length in lengths(model)
     ]
-    count = 1 if model.has_states else 8
-    expected = alone(model, consumer, prompts, count)
-    before = consumer.run(asking.metrics).get("vllm:kvplugin_nixl_reads", 0)
-    params = producer.run(handing.prefill, prompts)
-    answers = consumer.run(handing.decode, prompts, params, count)
-    for answer, other in zip(answers, expected, strict=True):
-        assert_close(other, answer, model.noise)
-    after = consumer.run(asking.metrics)["vllm:kvplugin_nixl_reads"]
-    assert after - before == len(prompts)
-    settled(producer, consumer)
+    hand_over(model, producer, consumer, prompts)
 
 
 @pytest.mark.parametrize("blocks", [2, pytest.param(23, marks=pytest.mark.full)])
@@ -154,19 +169,14 @@ def test_wrong_bytes_of_any_group_would_have_been_noticed(engines):
 @pytest.mark.full
 @pytest.mark.timeout(3600)  # SmolLM2 without AMX: 28,500 tokens in bf16, twice
 def test_long_prompts_by_the_dozen(engines):
-    model, producer, consumer = engines
+    """Six there, six back."""
+    model, *hosts = engines
     prompts = [tokens(f"{model.name} long {i}", 1000 + 250 * i) for i in range(12)]
-    count = 1 if model.has_states else 8
-    expected = alone(model, consumer, prompts, count)
-    params = producer.run(handing.prefill, prompts)
-    answers = consumer.run(handing.decode, prompts, params, count)
-    for answer, other in zip(answers, expected, strict=True):
-        assert_close(other, answer, model.noise)
-    settled(producer, consumer)
+    hand_over(model, *hosts, prompts[::2])
+    hand_over(model, *reversed(hosts), prompts[1::2])
 
 
-def test_the_logs_say_once_how_blocks_are_read(engines, tmp_path: Path):
-    del tmp_path
+def test_the_logs_say_once_how_blocks_are_read(engines):
     _, producer, consumer = engines
     for host in (producer, consumer):
         assert host.log.read_text().count(" can be read: ") <= 1

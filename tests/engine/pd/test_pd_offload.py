@@ -71,7 +71,9 @@ def test_fifty_requests_at_once(pair):
     expected = consumer.run(asking.ask, prompts)
     assert consumer.run(asking.reset_within_a_second)
     params = producer.run(handing.prefill, prompts)
+    before = consumer.run(asking.metrics)["vllm:kvplugin_nixl_reads"]
     answers = consumer.run(handing.decode, prompts, params)
     for answer, other in zip(answers, expected, strict=True):
         assert_close(other, answer, NOISE)
+    assert consumer.run(asking.metrics)["vllm:kvplugin_nixl_reads"] == before + 50
     settled(producer, consumer)

@@ -4,9 +4,6 @@ Both are producer and consumer, so that one pair shows 64 -> 128 and 128 -> 64.
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +12,7 @@ from tests.engine import asking
 from tests.engine.asking import Answer, assert_close
 from tests.engine.host import EngineHost
 from tests.engine.pd import faults, handing
-from tests.engine.pd.hosts import Engines, ours
+from tests.engine.pd.hosts import Engines, ours, peers
 from tests.engine.prompts import tokens
 from tests.ports import free_port
 
@@ -132,9 +129,11 @@ def test_fifty_requests_at_once(pair):
     expected = alone(pair.large, prompts)
     params = pair.small.run(handing.prefill, prompts)
     assert len({one["remote_request_id"] for one in params}) == 50
+    before = reads(pair.large)
     answers = pair.large.run(handing.decode, prompts, params)
     for answer, other in zip(answers, expected, strict=True):
         assert_close(other, answer, NOISE)
+    assert reads(pair.large) == before + 50
     assert_balanced(pair.small, pair.large)
 
 
@@ -247,14 +246,13 @@ def test_a_producers_request_is_aborted(pair):
 
 
 def test_how_it_is_can_be_asked(pair):
-    command = [
-        str(Path(sys.executable).parent / "kvplugin"),
-        "peers",
-        pair.small_address,
-    ]
-    done = subprocess.run([*command, "--json"], capture_output=True, check=True)
+    (prompt,) = prompts_of("asked", 200)
+    params = pair.large.run(handing.prefill, [prompt])
+    pair.small.run(handing.decode, [prompt], params)
+    done = peers(pair.small_address, "--json")
+    assert done.returncode == 0
     health = json.loads(done.stdout)
     assert health["role"] == "both"
-    assert set(health["peers"].values()) <= {"ready"}
-    table = subprocess.run(command, capture_output=True, check=True, text=True)
+    assert health["peers"] == {f"127.0.0.1:{params[0]['remote_port']}": "ready"}
+    table = peers(pair.small_address)
     assert f"engine               {health['engine_id']}" in table.stdout
