@@ -75,8 +75,8 @@ test-full: check $(ORACLE)/.ready
 # Beside its own tests the engine tests that mean the same on both versions.
 TESTS_019 := tests/vllm019 $(patsubst %,tests/engine/test_%.py, \
   adapter_calls translate failure_matrix failures right_answers pressure start \
-  resets protection nixl_adapter nixl_prompts nixl_cpu_pages) \
-  $(patsubst %,tests/engine/pd/test_pd_%.py, pair faults stock)
+  resets protection nixl_adapter nixl_prompts nixl_cpu_pages nixl_states) \
+  $(patsubst %,tests/engine/pd/test_pd_%.py, pair faults stock nixl)
 
 test-vllm-019: $(READY_019)
 	$(BIN_019)/python -m pytest -m "not full" $(TESTS_019)

@@ -103,12 +103,12 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
     monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT", raising=False)
     if request.param is not None:
         monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", request.param)
-    cached = getattr(mamba_utils.get_conv_state_layout, "cache_clear", None)
-    if cached is not None:
-        cached()
+    asked = getattr(mamba_utils, "get_conv_state_layout", None)
+    if asked is not None:
+        asked.cache_clear()
     yield request.param
-    if cached is not None:
-        cached()
+    if asked is not None:
+        asked.cache_clear()
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -78,7 +78,7 @@ def test_the_next_turn_is_read_back_from_who_answered_the_last(pair, back):
     ((answer, told),) = decode.run(handing.ask_with, [prompt], [params], 80)
     assert told is not None
     assert told["do_remote_decode"]
-    prefill.run(handing.end_leases)
+    _end(prefill)
     assert prefill.run(asking.reset_within_a_second)
 
     longer = [*prompt, *answer.tokens, *tokens(f"turns more {back}", 60)]
