@@ -164,11 +164,15 @@ def stepped(llm: Any, prompt: list[int]) -> Answer:
 def assert_goes_on(
     engine: EngineHost, prompt: list[int], answer: Answer, noise: float
 ) -> None:
-    """Each token of an answer is what the engine itself says next, of states that are
-    made in the same steps."""
+    """Each token of an answer is what the engine itself says next.
+
+    The first one comes of a state that is made in the same steps. Those of later ones
+    are made token by token here, and in one go there: 0.06 apart at most, seen.
+    """
     for i, (token, candidates) in enumerate(
         zip(answer.tokens, answer.candidates, strict=True)
     ):
         expected = engine.run(stepped, [*prompt, *answer.tokens[:i]])
         assert engine.run(reset_within_a_second)
-        assert_close(expected, Answer((token,), (candidates,), 0, "length"), noise)
+        one = Answer((token,), (candidates,), 0, "length")
+        assert_close(expected, one, max(noise, 0.1) if i else noise)
