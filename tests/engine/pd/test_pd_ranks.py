@@ -74,7 +74,6 @@ def test_states_are_split_and_joined(start_engines: StartEngines, ranks):
     prompts = [tokens(f"states {ranks} {n}", n) for n in (130, 257, 700)]
     params = producer.run(handing.prefill, prompts)
     answers = consumer.run(handing.decode, prompts, params, 2)
-    producer.run(handing.end_leases)
     for prompt, answer in zip(prompts, answers, strict=True):
         # The producer's own: two ranks round otherwise than one, by up to 0.06 here.
         handing.assert_goes_on(producer, prompt, answer, STATES_NOISE)
