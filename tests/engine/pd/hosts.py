@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvplugin.integration.vllm.render import nixl_transfer_config
+from tests.engine import asking
 from tests.engine.host import EngineHost
 from tests.ports import free_port
 
@@ -52,6 +53,11 @@ def peers(address: str, *options: str) -> "subprocess.CompletedProcess[str]":
         text=True,
         check=False,
     )
+
+
+def counted(host: EngineHost, name: str) -> float:
+    """A metric of our connector (`kvplugin.connectors.nixl.metrics`) by its name."""
+    return host.run(asking.metrics).get(f"vllm:kvplugin_nixl_{name}", 0.0)
 
 
 class Engines:

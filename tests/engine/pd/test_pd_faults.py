@@ -15,7 +15,7 @@ from tests.engine import asking
 from tests.engine.asking import assert_close
 from tests.engine.host import EngineHost
 from tests.engine.pd import faults, handing
-from tests.engine.pd.hosts import Engines, ours
+from tests.engine.pd.hosts import Engines, counted, ours
 from tests.engine.prompts import tokens
 from tests.ports import free_port
 
@@ -94,10 +94,6 @@ class Case:
     def decode(self, params: handing.Params) -> None:
         (answer,) = self.consumer.run(handing.decode, [self.prompt], [params])
         self.ends_well(answer)
-
-
-def counted(consumer: EngineHost, name: str) -> float:
-    return consumer.run(asking.metrics).get(f"vllm:kvplugin_nixl_{name}", 0.0)
 
 
 def test_a_producer_dies_before_a_read(consumer, producers):

@@ -9,7 +9,7 @@ from tests.engine import asking
 from tests.engine.asking import Answer, assert_close
 from tests.engine.host import EngineHost
 from tests.engine.pd import faults, handing
-from tests.engine.pd.hosts import Engines, ours
+from tests.engine.pd.hosts import Engines, counted, ours
 from tests.engine.pd.models import (
     GEMMA_3,
     GPT,
@@ -88,12 +88,12 @@ def hand_over(
     model: Handed, producer: EngineHost, consumer: EngineHost, prompts: list[list[int]]
 ) -> None:
     """Every prompt is read, and every answer is the consumer's own."""
-    before = reads(consumer)
+    before = counted(consumer, "reads")
     params = producer.run(handing.prefill, prompts)
     answers = consumer.run(
         handing.decode, prompts, params, 3 if model.has_states else 8
     )
-    assert reads(consumer) == before + len(prompts)
+    assert counted(consumer, "reads") == before + len(prompts)
     settled(producer, consumer)
     assert consumer.run(asking.reset_within_a_second)
     if model.has_states:
@@ -103,10 +103,6 @@ def hand_over(
     expected = alone(model, consumer, prompts, 8)
     for answer, other in zip(answers, expected, strict=True):
         assert_close(other, answer, model.noise)
-
-
-def reads(host: EngineHost) -> float:
-    return host.run(asking.metrics).get("vllm:kvplugin_nixl_reads", 0.0)
 
 
 def settled(*hosts: EngineHost) -> None:

@@ -7,7 +7,7 @@ from tests.engine import asking
 from tests.engine.asking import assert_close
 from tests.engine.host import EngineHost
 from tests.engine.pd import faults, handing
-from tests.engine.pd.hosts import Engines, ours
+from tests.engine.pd.hosts import Engines, counted, ours
 from tests.engine.prompts import tokens
 
 NOISE = 0.02
@@ -30,10 +30,6 @@ def pair(tiny_engines: Engines) -> list[EngineHost]:
             for size in (64, 128)
         )
     )
-
-
-def counted(host: EngineHost, name: str) -> float:
-    return host.run(asking.metrics).get(f"vllm:kvplugin_nixl_{name}", 0.0)
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["64 to 128", "128 to 64"])

@@ -12,7 +12,7 @@ from tests.engine import asking
 from tests.engine.asking import Answer, assert_close
 from tests.engine.host import EngineHost
 from tests.engine.pd import faults, handing
-from tests.engine.pd.hosts import Engines, ours, peers
+from tests.engine.pd.hosts import Engines, counted, ours, peers
 from tests.engine.prompts import tokens
 from tests.ports import free_port
 
@@ -68,10 +68,6 @@ def alone(engine: EngineHost, prompts: list[list[int]], count: int = 4) -> list[
     return answers
 
 
-def reads(engine: EngineHost) -> float:
-    return engine.run(asking.metrics).get("vllm:kvplugin_nixl_reads", 0.0)
-
-
 def assert_balanced(*hosts: EngineHost) -> None:
     for host in hosts:
         assert not any(host.run(handing.settle).values())
@@ -82,12 +78,12 @@ def test_the_text_is_that_of_one_engine(pair, way):
     producer, consumer = pair.way(way)
     prompts = prompts_of(way, 130, 300, 640, 1023, 1024, 1025)
     expected = alone(consumer, prompts)
-    before = reads(consumer)
+    before = counted(consumer, "reads")
     params = producer.run(handing.prefill, prompts)
     answers = consumer.run(handing.decode, prompts, params)
     for answer, other in zip(answers, expected, strict=True):
         assert_close(other, answer, NOISE)
-    assert reads(consumer) == before + len(prompts)
+    assert counted(consumer, "reads") == before + len(prompts)
     assert_balanced(producer, consumer)
 
 
@@ -129,11 +125,11 @@ def test_fifty_requests_at_once(pair):
     expected = alone(pair.large, prompts)
     params = pair.small.run(handing.prefill, prompts)
     assert len({one["remote_request_id"] for one in params}) == 50
-    before = reads(pair.large)
+    before = counted(pair.large, "reads")
     answers = pair.large.run(handing.decode, prompts, params)
     for answer, other in zip(answers, expected, strict=True):
         assert_close(other, answer, NOISE)
-    assert reads(pair.large) == before + 50
+    assert counted(pair.large, "reads") == before + 50
     assert_balanced(pair.small, pair.large)
 
 
@@ -142,10 +138,10 @@ def test_samples_of_one_prompt_share_what_was_handed_over(pair):
     (expected,) = alone(pair.large, [prompt])
     best = expected.tokens[0]
     (params,) = pair.small.run(handing.prefill, [prompt])
-    before = reads(pair.large)
+    before = counted(pair.large, "reads")
     for candidates in pair.large.run(handing.samples, prompt, params, 3):
         assert abs(candidates[best] - expected.candidates[0][best]) < NOISE
-    assert reads(pair.large) == before + 3
+    assert counted(pair.large, "reads") == before + 3
     assert_balanced(pair.small, pair.large)
 
 
@@ -153,11 +149,11 @@ def test_requests_of_several_clients_share_what_was_handed_over(pair):
     (prompt,) = prompts_of("clients", 777)
     (expected,) = alone(pair.large, [prompt])
     params = pair.small.run(handing.prefill, [prompt])
-    before = reads(pair.large)
+    before = counted(pair.large, "reads")
     answers = pair.large.run(handing.decode, [prompt] * 3, params * 3)
     for answer in answers:
         assert_close(expected, answer, NOISE)
-    assert reads(pair.large) > before
+    assert counted(pair.large, "reads") > before
     assert_balanced(pair.small, pair.large)
 
 
@@ -167,10 +163,10 @@ def test_what_was_handed_over_and_is_gone_is_computed(pair):
     params = pair.small.run(handing.prefill, [prompt])
     pair.small.run(handing.end_leases)
     assert_balanced(pair.small)
-    before = reads(pair.large)
+    before = counted(pair.large, "reads")
     (answer,) = pair.large.run(handing.decode, [prompt], params)
     assert_close(expected, answer, NOISE)
-    assert reads(pair.large) == before
+    assert counted(pair.large, "reads") == before
     assert_balanced(pair.large)
 
 
@@ -178,10 +174,10 @@ def test_a_prompt_that_is_not_the_one_handed_over_is_computed(pair):
     one, other = prompts_of("other", 400, 400)
     (expected,) = alone(pair.large, [other])
     params = pair.small.run(handing.prefill, [one])
-    before = reads(pair.large)
+    before = counted(pair.large, "reads")
     (answer,) = pair.large.run(handing.decode, [other], params)
     assert_close(expected, answer, NOISE)
-    assert reads(pair.large) == before
+    assert counted(pair.large, "reads") == before
     assert_balanced(pair.small, pair.large)
 
 
